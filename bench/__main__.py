@@ -1,0 +1,28 @@
+"""``python -m bench NAME``: each benchmark is a module with ``add_arguments`` and ``run``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+BENCHMARKS = {
+    "cpu": "CPU kernels beside grouped and gathered torch, over the decode grid",
+    "kernels": "CUDA kernels over the decode and prefill grids, beside the recorded peers",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench")
+    commands = parser.add_subparsers(dest="name", required=True)
+    modules = {}
+    for name, text in BENCHMARKS.items():
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--json", help="write the rows to this file as well")
+        modules[name] = importlib.import_module(f".{name}", __package__)
+        modules[name].add_arguments(command)
+    options = parser.parse_args()
+    modules[options.name].run(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+// What every kernel shares: the plan and the slot table, read with distrust. Whatever they hold, the rows and
+// blocks that these functions find lie inside the tensors.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/kernels.h"
+#include "lora.h"
+
+namespace loramux {
+
+inline constexpr int kTileWords = sizeof(Tile) / sizeof(int32_t);
+static_assert(sizeof(PlanHeader) == sizeof(Tile));
+
+// The rows of one tile.
+struct TileRows {
+  int64_t first;  // contiguous: the first row. gathered: word offset in the plan of the first GatheredRow
+  int32_t slot;
+  int32_t count;  // 1 to the kind's height
+  float scale;    // contiguous: of all rows
+  bool gathered;
+};
+
+struct TileRow {
+  int64_t index;  // in [0, rows), or -1: no row
+  float scale;
+};
+
+// Tile `index` of a kind. False past the last one, and where it would lie outside the plan.
+__device__ inline bool find_tile(const PlanView& plan, TileKind kind, int64_t index, TileRows* rows) {
+  const bool decode = kind == TileKind::decode;
+  const int64_t word = decode ? kTileWords * (1 + index) : plan.capacity - kTileWords * (1 + index);
+  if (word < kTileWords || word > plan.capacity - kTileWords) return false;
+  // Both are asked for at once; the tile counts only if the header says so.
+  const PlanHeader header = *reinterpret_cast<const PlanHeader*>(plan.words);
+  const Tile tile = *reinterpret_cast<const Tile*>(plan.words + word);
+  if (index >= (decode ? header.decode_tiles : header.prefill_tiles) || tile.count == 0) return false;
+  const int64_t count = tile.count < 0 ? -static_cast<int64_t>(tile.count) : tile.count;
+  rows->first = tile.first;
+  rows->slot = tile.slot;
+  rows->count = static_cast<int32_t>(min(count, int64_t{decode ? kDecodeRows : kPrefillRows}));
+  rows->scale = tile.scale;
+  rows->gathered = tile.count < 0;
+  return true;
+}
+
+// Row i of a tile, in x and y of `rows` rows.
+__device__ inline TileRow find_row(const PlanView& plan, const TileRows& tile, int i, int64_t rows) {
+  TileRow row{-1, tile.scale};
+  if (i >= tile.count) return row;
+  if (tile.gathered) {
+    const int64_t word = tile.first + 2 * i;
+    if (word < kTileWords || word > plan.capacity - 2 || word % 2 != 0) return row;
+    const GatheredRow gathered = *reinterpret_cast<const GatheredRow*>(plan.words + word);
+    row = {gathered.row, gathered.scale};
+  } else {
+    row.index = tile.first + i;
+  }
+  if (row.index < 0 || row.index >= rows) row.index = -1;
+  return row;
+}
+
+// One slice of a site under one slot's adapter.
+template <typename T>
+struct SliceWeights {
+  const T* a;      // linear: [rank, in_features]; embedding: [in_features, stride]
+  const T* b;      // [width, stride]
+  int32_t rank;    // 0: nothing to do
+  int64_t stride;  // elements between rows of B and of an embedding's A
+  float scale;
+};
+
+// Rank 0 where the adapter does not touch the slice, and for everything that cannot be served: a slot outside
+// the table, a rank that is no rank, blocks that reach past the weights.
+template <typename T>
+__device__ SliceWeights<T> find_slice(const Site& site, int32_t slot, int slice) {
+  if (slot <= 0 || slot >= site.num_slots) return {};
+  const SlotEntry entry = site.table[slot * site.num_entries + site.entry + slice];
+  const Weights& weights = site.weights;
+  const int64_t stride = weights.rank_stride > 0 ? weights.rank_stride : entry.rank;
+  if (entry.rank <= 0 || entry.rank > site.max_rank || entry.rank > stride) return {};
+  const int64_t a = entry.a * weights.offset_unit;
+  const int64_t b = entry.b * weights.offset_unit;
+  const int64_t column_bytes = stride * sizeof(T);
+  if (a + site.in_features * column_bytes > weights.a_bytes[slice]) return {};
+  if (b + site.widths[slice] * column_bytes > weights.b_bytes[slice]) return {};
+  return {reinterpret_cast<const T*>(weights.a[slice] + a), reinterpret_cast<const T*>(weights.b[slice] + b),
+          entry.rank, stride, entry.scale};
+}
+
+}  // namespace loramux

@@ -1,0 +1,65 @@
+// The CUDA entry points of lora.h: which kernels a call runs. Each kind of tile has its own launch, left out
+// where no plan of these rows can have such tiles.
+#include <cuda_runtime.h>
+
+#include <cstdlib>
+
+#include "cuda/kernels.h"
+#include "host/plan.h"
+
+namespace loramux {
+namespace {
+
+template <typename Args, typename Decode, typename Prefill>
+int run(const Args& args, Decode decode, Prefill prefill) {
+  if (args.rows == 0) return cudaSuccess;
+  int error = cudaSuccess;
+  if (max_decode_tiles(args.rows, args.site.num_slots) > 0) error = decode();
+  if (error == cudaSuccess && max_prefill_tiles(args.rows, args.site.num_slots) > 0) error = prefill();
+  return error;
+}
+
+}  // namespace
+
+bool is_portable_forced() {
+  static const bool forced = std::getenv("LORAMUX_PORTABLE") != nullptr;
+  return forced;
+}
+
+int shrink_cuda(const ShrinkArgs& args, void* stream) {
+  const bool forced = is_portable_forced();
+  return run(
+      args,
+      [&] {
+        return !forced && shrink_decode_serves(args) ? shrink_decode(args, stream)
+                                                     : shrink_portable(TileKind::decode, args, stream);
+      },
+      [&] {
+        return !forced && shrink_prefill_serves(args) ? shrink_prefill(args, stream)
+                                                      : shrink_portable(TileKind::prefill, args, stream);
+      });
+}
+
+int expand_cuda(const ExpandArgs& args, void* stream) {
+  const auto kernel = !is_portable_forced() && expand_serves(args) ? expand : expand_portable;
+  return run(
+      args, [&] { return kernel(TileKind::decode, args, stream); },
+      [&] { return kernel(TileKind::prefill, args, stream); });
+}
+
+int apply_cuda(const ApplyArgs& args, void* stream) {
+  const int error = shrink_cuda(args.shrink, stream);
+  return error != cudaSuccess ? error : expand_cuda(args.expand, stream);
+}
+
+int embedding_cuda(const EmbeddingArgs& args, void* stream) {
+  return run(
+      args, [&] { return embedding_portable(TileKind::decode, args, stream); },
+      [&] { return embedding_portable(TileKind::prefill, args, stream); });
+}
+
+const char* cuda_error_string(int error) {
+  return cudaGetErrorString(static_cast<cudaError_t>(error));
+}
+
+}  // namespace loramux

@@ -1,0 +1,27 @@
+// The kernels behind the CUDA entry points. Each launch does the tiles of one kind; a plan may hold both.
+#pragma once
+
+#include "lora.h"
+
+namespace loramux {
+
+enum class TileKind { decode, prefill };
+
+// LORAMUX_PORTABLE in the environment leaves the tuned kernels out, to compare results and speed with them.
+bool is_portable_forced();
+
+// For every architecture, dtype, shape and alignment.
+int shrink_portable(TileKind kind, const ShrinkArgs& args, void* stream);
+int expand_portable(TileKind kind, const ExpandArgs& args, void* stream);
+int embedding_portable(TileKind kind, const EmbeddingArgs& args, void* stream);
+
+// Tuned, for bfloat16 and float16 on sm_90 and later. Whether they serve a call depends on the device, the
+// shapes and the alignments, never on the batch.
+bool shrink_decode_serves(const ShrinkArgs& args);
+bool shrink_prefill_serves(const ShrinkArgs& args);
+bool expand_serves(const ExpandArgs& args);
+int shrink_decode(const ShrinkArgs& args, void* stream);
+int shrink_prefill(const ShrinkArgs& args, void* stream);
+int expand(TileKind kind, const ExpandArgs& args, void* stream);
+
+}  // namespace loramux

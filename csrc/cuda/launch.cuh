@@ -1,0 +1,77 @@
+// What the launchers of the tuned kernels share.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/kernels.h"
+#include "host/plan.h"
+#include "lora.h"
+
+namespace loramux {
+
+inline constexpr int kLanes = 32;
+inline constexpr int kGroupRanks = 16;  // ranks of one tensor-core tile
+
+__host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// Whether rows `stride` elements apart from `data` on can be read in 16-byte loads.
+inline bool is_aligned(const void* data, int64_t stride, DType dtype) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * item_size(dtype) % 16 == 0;
+}
+
+inline bool is_half(DType dtype) {
+  return dtype != DType::f32;
+}
+
+// The most tiles of a kind that a plan can have.
+inline int64_t max_tiles(TileKind kind, int64_t rows, int64_t num_slots) {
+  return kind == TileKind::decode ? max_decode_tiles(rows, num_slots) : max_prefill_tiles(rows, num_slots);
+}
+
+// Whether the tiles fit the grid's second dimension.
+template <typename Args>
+bool fits_grid(const Args& args) {
+  return args.rows <= 65535 || max_decode_tiles(args.rows, args.site.num_slots) <= 65535;
+}
+
+// The current device's compute capability, 90 for sm_90.
+inline int compute_capability() {
+  int device = 0, major = 0, minor = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  return 10 * major + minor;
+}
+
+// Whether `kernel` as it runs on this device was compiled for sm_90 or later, whose instructions the tuned
+// kernels need: older PTX runs on newer devices as well.
+template <typename Kernel>
+bool is_compiled_for_sm90(Kernel* kernel) {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
+}
+
+// Launches in clusters of `cluster` CTAs along x, and lets the kernel start before the one ahead of it ends.
+template <typename... Args>
+int launch(void (*kernel)(Args...), dim3 grid, int threads, int cluster, void* stream, int shared_bytes,
+           const Args&... args) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+}  // namespace loramux

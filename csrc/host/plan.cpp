@@ -1,0 +1,166 @@
+#include "host/plan.h"
+
+#include <algorithm>
+#include <iterator>
+#include <limits>
+
+namespace loramux {
+namespace {
+
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+constexpr int64_t kTileWords = sizeof(Tile) / sizeof(int32_t);
+constexpr int64_t kRowWords = sizeof(GatheredRow) / sizeof(int32_t);
+
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+}  // namespace
+
+// A slot of r <= 32 rows takes ceil(r / 8) tiles: one costs one row, each of three more costs 8.
+int64_t max_decode_tiles(int64_t rows, int64_t num_slots) {
+  const int64_t adapters = std::max<int64_t>(num_slots - 1, 0);
+  if (rows <= adapters) return rows;
+  return std::min(adapters + (rows - adapters) / kDecodeRows,
+                  adapters * (kMaxDecodeRowsOfSlot / kDecodeRows));
+}
+
+// A slot of r > 32 rows takes ceil(r / 64) tiles: one costs 33 rows, two cost 65, each one more costs 64.
+// Two tiles of one slot are thus the cheapest, then one tile, then further ones.
+static_assert(kPrefillRows + 1 <= 2 * (kMaxDecodeRowsOfSlot + 1) && kMaxDecodeRowsOfSlot < kPrefillRows);
+int64_t max_prefill_tiles(int64_t rows, int64_t num_slots) {
+  const int64_t adapters = std::max<int64_t>(num_slots - 1, 0);
+  const int64_t pairs = std::min(rows / (kPrefillRows + 1), adapters);
+  const int64_t left = rows - pairs * (kPrefillRows + 1);
+  if (pairs < adapters) return 2 * pairs + (left > kMaxDecodeRowsOfSlot ? 1 : 0);
+  return pairs == 0 ? 0 : 2 * pairs + left / kPrefillRows;
+}
+
+// A tile of n rows takes 4 words, and 2 n more if it is gathered, which needs n >= 2: at most 4 n in all.
+int64_t plan_capacity(int64_t rows, int64_t num_slots) {
+  const int64_t tiles = max_decode_tiles(rows, num_slots) + max_prefill_tiles(rows, num_slots);
+  const int64_t words = std::min(tiles * kTileWords + rows * kRowWords, rows * kTileWords);
+  return kTileWords * (1 + ceil_div(words, kTileWords));
+}
+
+PlanStatus Planner::plan(const PlanSegment* segments, int64_t count, int64_t num_slots, int32_t* words,
+                         int64_t capacity) {
+  reset();
+  int64_t rows = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const PlanSegment& segment = segments[i];
+    if (segment.slot >= num_slots) return PlanStatus::bad_slot;
+    if (segment.rows < 0 || rows + segment.rows > kMaxInt32) return PlanStatus::bad_rows;
+    if (segment.slot > 0 && segment.rows > 0)
+      append(group_of(segment.slot), static_cast<int32_t>(rows), segment.rows, segment.scale);
+    rows += segment.rows;
+  }
+
+  int64_t decode_tiles = 0, prefill_tiles = 0;
+  for (const Group& group : groups_) {
+    if (group.rows <= kMaxDecodeRowsOfSlot)
+      decode_tiles += ceil_div(group.rows, kDecodeRows);
+    else
+      prefill_tiles += ceil_div(group.rows, kPrefillRows);
+  }
+  // Refused before any tile is made: a wild count of rows costs no memory.
+  const int64_t tile_words = kTileWords * (1 + decode_tiles + prefill_tiles);
+  if (tile_words > capacity) return PlanStatus::too_small;
+
+  gathered_at_ = kTileWords * (1 + decode_tiles);
+  for (Group& group : groups_) {
+    if (group.rows <= kMaxDecodeRowsOfSlot) {
+      pack_rows(group, kDecodeRows, decode_tiles_);
+    } else {
+      split_full_tiles(group);
+      pack_rows(group, kPrefillRows, prefill_tiles_);
+    }
+  }
+  const int64_t gathered = static_cast<int64_t>(gathered_.size());
+  // Offsets of gathered rows are int32 words.
+  if (tile_words + kRowWords * gathered > std::min(capacity, kMaxInt32)) return PlanStatus::too_small;
+
+  *reinterpret_cast<PlanHeader*>(words) = {static_cast<int32_t>(decode_tiles),
+                                           static_cast<int32_t>(prefill_tiles), static_cast<int32_t>(rows),
+                                           static_cast<int32_t>(gathered)};
+  std::copy(decode_tiles_.begin(), decode_tiles_.end(), reinterpret_cast<Tile*>(words) + 1);
+  std::copy(gathered_.begin(), gathered_.end(), reinterpret_cast<GatheredRow*>(words + gathered_at_));
+  std::copy(prefill_tiles_.begin(), prefill_tiles_.end(),
+            std::make_reverse_iterator(reinterpret_cast<Tile*>(words + capacity)));
+  return PlanStatus::ok;
+}
+
+void Planner::reset() {
+  for (const Group& group : groups_) group_of_slot_[group.slot] = -1;
+  groups_.clear();
+  runs_.clear();
+  decode_tiles_.clear();
+  prefill_tiles_.clear();
+  gathered_.clear();
+}
+
+Planner::Group& Planner::group_of(int32_t slot) {
+  if (slot >= static_cast<int64_t>(group_of_slot_.size())) group_of_slot_.resize(slot + int64_t{1}, -1);
+  int32_t& index = group_of_slot_[slot];
+  if (index < 0) {
+    groups_.push_back({slot, 0, -1, -1});
+    index = static_cast<int32_t>(groups_.size()) - 1;
+  }
+  return groups_[index];
+}
+
+void Planner::append(Group& group, int32_t first, int32_t rows, float scale) {
+  group.rows += rows;
+  if (group.last_run >= 0) {
+    Run& last = runs_[group.last_run];
+    if (last.first + last.rows == first && last.scale == scale) {
+      last.rows += rows;
+      return;
+    }
+  }
+  const int32_t run = static_cast<int32_t>(runs_.size());
+  runs_.push_back({first, rows, scale, -1});
+  (group.last_run < 0 ? group.first_run : runs_[group.last_run].next) = run;
+  group.last_run = run;
+}
+
+// Turns what it can of every run into contiguous tiles of full height; the group keeps the remainders.
+void Planner::split_full_tiles(Group& group) {
+  for (int32_t i = group.first_run; i >= 0; i = runs_[i].next) {
+    Run& run = runs_[i];
+    const int32_t whole = run.rows / kPrefillRows * kPrefillRows;
+    for (int32_t row = 0; row < whole; row += kPrefillRows)
+      prefill_tiles_.push_back({group.slot, run.first + row, kPrefillRows, run.scale});
+    run.first += whole;
+    run.rows -= whole;
+    group.rows -= whole;
+  }
+}
+
+// Packs the group's rows densely into tiles of `height` rows, gathered where a tile spans several runs.
+void Planner::pack_rows(const Group& group, int32_t height, std::vector<Tile>& tiles) {
+  Run* run = &runs_[group.first_run];
+  const auto skip_used_runs = [&] {
+    while (run->rows == 0) run = &runs_[run->next];
+  };
+  for (int32_t left = group.rows; left > 0;) {
+    skip_used_runs();
+    const int32_t count = std::min(height, left);
+    left -= count;
+    if (run->rows >= count) {
+      tiles.push_back({group.slot, run->first, count, run->scale});
+      run->first += count;
+      run->rows -= count;
+      continue;
+    }
+    const int64_t list = gathered_at_ + kRowWords * static_cast<int64_t>(gathered_.size());
+    tiles.push_back({group.slot, static_cast<int32_t>(list), -count, 0.0f});
+    for (int32_t row = 0; row < count; ++row) {
+      skip_used_runs();
+      gathered_.push_back({run->first++, run->scale});
+      --run->rows;
+    }
+  }
+}
+
+}  // namespace loramux

@@ -1,0 +1,148 @@
+// What the op layer hands to the kernels, and the binary formats that they read: the slot table and the
+// step plan. Plain C++ structs: no torch, no Python, and the same on the host and on the device.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace loramux {
+
+enum class DType : int32_t { f32, f16, bf16 };
+
+constexpr int64_t item_size(DType dtype) {
+  return dtype == DType::f32 ? 4 : 2;
+}
+
+inline constexpr int kMaxSlices = 8;         // slices of one fused site
+inline constexpr int64_t kBlockAlign = 128;  // bytes; every block of a slot image starts on this
+inline constexpr int64_t kRankAlign = 8;     // an image's ranks are rounded up to this, with zeros
+
+// ---- Slot table: int32 [num_slots, num_entries, 4], one entry per (site, slice) of a slot. ----
+// Row 0 is the zero adapter of base rows: all zeros.
+struct alignas(16) SlotEntry {
+  uint32_t a;    // A block, in offset units from Weights::a of the slice
+  uint32_t b;    // B block, in offset units from Weights::b of the slice
+  int32_t rank;  // rows of A and columns of B to read; 0: this adapter does not touch the slice
+  float scale;   // alpha / r or alpha / sqrt(r), in float32
+};
+static_assert(sizeof(SlotEntry) == 16);
+
+// ---- Step plan: int32 [capacity], written by host/plan.h, read by every kernel. ----
+// Words 0..3 are the header. Decode tiles follow it, growing upwards; prefill tiles grow downwards from
+// the end of the buffer; the gathered rows lie between. So the capacity alone locates everything.
+struct alignas(16) PlanHeader {
+  int32_t decode_tiles;   // tiles of at most kDecodeRows rows: tile i at word 4 * (1 + i)
+  int32_t prefill_tiles;  // tiles of at most kPrefillRows rows: tile i at word capacity - 4 * (1 + i)
+  int32_t rows;           // rows of x and y that the plan was made for, base rows included
+  int32_t gathered;       // entries of the gathered list, which begins where the decode tiles end
+};
+
+struct alignas(16) Tile {
+  int32_t slot;   // > 0
+  int32_t first;  // contiguous: the first row. gathered: word offset in the plan of its first GatheredRow
+  int32_t count;  // contiguous: rows. gathered: minus the rows
+  float scale;    // contiguous: the segment's factor. gathered: unused, each row has its own
+};
+
+struct alignas(8) GatheredRow {
+  int32_t row;
+  float scale;
+};
+static_assert(sizeof(PlanHeader) == 16 && sizeof(Tile) == 16 && sizeof(GatheredRow) == 8);
+
+inline constexpr int kDecodeRows = 8;
+inline constexpr int kPrefillRows = 64;
+// A slot with more rows than this in a step is planned in prefill tiles, any other in decode tiles.
+inline constexpr int kMaxDecodeRowsOfSlot = 32;
+
+// ---- Arguments of the kernels. ----
+
+// Where the weights of one site lie. In an arena of slot images every pointer is the arena, offsets count
+// kBlockAlign bytes and B's rows are packed. Over an engine's stacked tensors A [slots, r, in] and
+// B [slots, out, r] every slice has pointers of its own, offsets count 16 bytes and rows keep the full r.
+struct Weights {
+  const std::byte* a[kMaxSlices];
+  const std::byte* b[kMaxSlices];
+  int64_t a_bytes[kMaxSlices];  // size of each allocation: nothing outside it is read
+  int64_t b_bytes[kMaxSlices];
+  int64_t offset_unit;  // bytes
+  int64_t rank_stride;  // elements between rows of B (and of an embedding's A); 0: the entry's own rank
+};
+
+struct Site {
+  Weights weights;
+  const SlotEntry* table;  // [num_slots, num_entries]
+  int64_t num_slots, num_entries;
+  int64_t entry;  // of the site's first slice; the others follow
+  int64_t max_rank;
+  int64_t in_features;  // columns of x; an embedding's vocabulary
+  int32_t num_slices;
+  DType dtype;                  // of weights, x and y
+  int64_t widths[kMaxSlices];   // columns of y per slice
+  int64_t offsets[kMaxSlices];  // first column of y per slice
+};
+
+struct PlanView {
+  const int32_t* words;
+  int64_t capacity;  // words, a multiple of 4
+};
+
+// h[row, slice, :rank] = x[row] @ A^T in float32, for every row in a tile. Rows in no tile, and ranks past
+// the slot's own, are left as they are.
+struct ShrinkArgs {
+  Site site;
+  PlanView plan;
+  const void* x;  // [rows, in_features], unit column stride
+  int64_t x_stride;
+  int64_t rows;
+  float* h;  // [rows, num_slices, max_rank], contiguous
+};
+
+// y[row, slice] += entry.scale * row scale * (h[row, slice, :rank] @ B^T), rounded once to y's dtype.
+struct ExpandArgs {
+  Site site;
+  PlanView plan;
+  const float* h;  // [rows, num_slices, max_rank], contiguous
+  void* y;         // [rows, sum of widths], unit column stride
+  int64_t y_stride;
+  int64_t rows;
+};
+
+// Shrink into h, then expand from it.
+struct ApplyArgs {
+  ShrinkArgs shrink;
+  ExpandArgs expand;
+};
+
+// As ApplyArgs, with A's vector of a token in place of the shrink. An id outside [0, vocabulary) touches
+// nothing.
+struct EmbeddingArgs {
+  Site site;
+  PlanView plan;
+  const void* ids;  // [rows], int32 or int64, contiguous
+  bool ids64;
+  void* y;
+  int64_t y_stride;
+  int64_t rows;
+};
+
+// Runs body(begin, end) over parts of [0, count) of at least `grain` items, perhaps in parallel.
+using ParallelFor =
+    std::function<void(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body)>;
+
+// The caller has checked plan.words[2] == rows: on the CPU a foreign plan is refused.
+void shrink_cpu(const ShrinkArgs& args, const ParallelFor& parallel_for);
+void expand_cpu(const ExpandArgs& args, const ParallelFor& parallel_for);
+void apply_cpu(const ApplyArgs& args, const ParallelFor& parallel_for);
+void embedding_cpu(const EmbeddingArgs& args, const ParallelFor& parallel_for);
+
+// Enqueue on `stream`, a cudaStream_t; return a cudaError_t. Nothing outside the tensors is touched,
+// whatever the plan and the table hold.
+int shrink_cuda(const ShrinkArgs& args, void* stream);
+int expand_cuda(const ExpandArgs& args, void* stream);
+int apply_cuda(const ApplyArgs& args, void* stream);
+int embedding_cuda(const EmbeddingArgs& args, void* stream);
+const char* cuda_error_string(int error);
+
+}  // namespace loramux

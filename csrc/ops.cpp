@@ -1,0 +1,336 @@
+// The only file that knows torch: schemas, checks, dispatch to the kernels' launchers. Written against
+// torch's stable ABI, so that one binary serves every torch >= 2.11 and every Python. No ATen call is made
+// from here: their error text would be lost.
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#ifdef LORAMUX_CUDA
+#include <dlfcn.h>
+#endif
+
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "lora.h"
+
+namespace loramux {
+namespace {
+
+using torch::headeronly::DeviceType;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kStackedUnit = 16;  // bytes that a table offset counts over stacked tensors
+
+DType dtype_of(const Tensor& t, const char* name) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return DType::f32;
+    case ScalarType::Half:
+      return DType::f16;
+    case ScalarType::BFloat16:
+      return DType::bf16;
+    default:
+      STD_TORCH_CHECK(false, name, " must be float32, float16 or bfloat16");
+  }
+}
+
+// `like` is the tensor that the operator writes: everything else must be where it is.
+void check_device(const Tensor& t, const char* name, const Tensor& like) {
+  STD_TORCH_CHECK(t.device() == like.device(), name, " is on another device than the output");
+}
+
+// Plan records and table entries are read 16 bytes at a time.
+void check_aligned(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0, name,
+                  " must start on 16 bytes: give the whole tensor, not a view into it");
+}
+
+PlanView plan_view(const Tensor& plan, const Tensor& like) {
+  check_device(plan, "plan", like);
+  STD_TORCH_CHECK(plan.scalar_type() == ScalarType::Int && plan.dim() == 1 && plan.is_contiguous(),
+                  "plan must be a contiguous int32 vector");
+  STD_TORCH_CHECK(plan.numel() >= 4 && plan.numel() % 4 == 0, "plan has ", plan.numel(),
+                  " words; want a multiple of 4, the header's 4 included");
+  check_aligned(plan, "plan");
+  return {static_cast<const int32_t*>(plan.const_data_ptr()), plan.numel()};
+}
+
+Weights weights_of(const std::vector<Tensor>& tensors, int64_t slices, int64_t max_rank, const Tensor& like) {
+  STD_TORCH_CHECK(!tensors.empty(), "weights has no tensor");
+  Weights w{};
+  const bool arena = tensors.size() == 1;
+  STD_TORCH_CHECK(arena || static_cast<int64_t>(tensors.size()) == 2 * slices, "weights has ", tensors.size(),
+                  " tensors; want the arena alone, or A and B of each of ", slices, " slices");
+  for (const Tensor& t : tensors) {
+    check_device(t, "weights", like);
+    STD_TORCH_CHECK(t.is_contiguous() && t.scalar_type() == tensors[0].scalar_type(),
+                    "weights must be contiguous and of one dtype");
+  }
+  w.offset_unit = arena ? kBlockAlign : kStackedUnit;
+  w.rank_stride = arena ? 0 : max_rank;
+  const int64_t item = item_size(dtype_of(tensors[0], "weights"));
+  for (int64_t i = 0; i < slices; ++i) {
+    const Tensor& a = tensors[arena ? 0 : i];
+    const Tensor& b = tensors[arena ? 0 : slices + i];
+    w.a[i] = static_cast<const std::byte*>(a.const_data_ptr());
+    w.b[i] = static_cast<const std::byte*>(b.const_data_ptr());
+    w.a_bytes[i] = a.numel() * item;
+    w.b_bytes[i] = b.numel() * item;
+  }
+  return w;
+}
+
+// Everything about a site but the widths, which only an expand has.
+Site site_of(const std::vector<Tensor>& weights, const Tensor& table, int64_t entry, int64_t slices,
+             int64_t in_features, int64_t max_rank, const Tensor& like) {
+  check_device(table, "table", like);
+  STD_TORCH_CHECK(slices >= 1 && slices <= kMaxSlices, "a site of ", slices, " slices; want 1 to ",
+                  kMaxSlices);
+  STD_TORCH_CHECK(max_rank >= 1, "max_rank is ", max_rank, "; want at least 1");
+  STD_TORCH_CHECK(table.scalar_type() == ScalarType::Int && table.dim() == 3 && table.size(2) == 4 &&
+                      table.is_contiguous(),
+                  "table must be contiguous int32 [num_slots, num_entries, 4]");
+  check_aligned(table, "table");
+  STD_TORCH_CHECK(entry >= 0 && entry + slices <= table.size(1), "entries ", entry, " to ",
+                  entry + slices - 1, " are not among the table's ", table.size(1));
+  Site site{};
+  site.weights = weights_of(weights, slices, max_rank, like);
+  site.table = static_cast<const SlotEntry*>(table.const_data_ptr());
+  site.num_slots = table.size(0);
+  site.num_entries = table.size(1);
+  site.entry = entry;
+  site.max_rank = max_rank;
+  site.in_features = in_features;
+  site.num_slices = static_cast<int32_t>(slices);
+  site.dtype = dtype_of(weights[0], "weights");
+  return site;
+}
+
+void set_widths(Site& site, const std::vector<int64_t>& widths) {
+  int64_t column = 0;
+  for (size_t i = 0; i < widths.size(); ++i) {
+    STD_TORCH_CHECK(widths[i] >= 1, "slice ", i, " has width ", widths[i]);
+    site.widths[i] = widths[i];
+    site.offsets[i] = column;
+    column += widths[i];
+  }
+}
+
+// x [rows, columns] or y [rows, sum of widths]: a row stride is welcome, a column stride is not.
+int64_t check_matrix(const Tensor& t, const char* name, const Site& site) {
+  STD_TORCH_CHECK(t.dim() == 2, name, " has ", t.dim(), " dimensions; want [rows, columns]");
+  STD_TORCH_CHECK(dtype_of(t, name) == site.dtype, name, " has another dtype than the weights");
+  STD_TORCH_CHECK(t.size(1) <= 1 || t.stride(1) == 1, name, " must have unit column stride, has ",
+                  t.stride(1));
+  return t.stride(0);
+}
+
+int64_t check_y(const Tensor& y, const Site& site, int64_t rows) {
+  const int64_t stride = check_matrix(y, "y", site);
+  const int last = site.num_slices - 1;
+  const int64_t width = site.offsets[last] + site.widths[last];
+  STD_TORCH_CHECK(y.size(1) == width, "y has ", y.size(1), " columns, the site's slices ", width);
+  STD_TORCH_CHECK(y.size(0) == rows, "y has ", y.size(0), " rows, the input ", rows);
+  STD_TORCH_CHECK(rows <= 1 || stride >= width, "rows of y overlap: stride ", stride, " for ", width,
+                  " columns");
+  return stride;
+}
+
+ShrinkArgs shrink_args(const Site& site, const Tensor& x, const PlanView& plan, float* h) {
+  return {site, plan, x.const_data_ptr(), check_matrix(x, "x", site), x.size(0), h};
+}
+
+ExpandArgs expand_args(const Site& site, const Tensor& y, const PlanView& plan, const float* h,
+                       int64_t rows) {
+  const int64_t stride = check_y(y, site, rows);
+  return {site, plan, h, y.mutable_data_ptr(), stride, rows};
+}
+
+ShrinkArgs check_shrink(const Tensor& h, const Tensor& x, const std::vector<Tensor>& weights,
+                        const Tensor& table, const Tensor& plan, int64_t entry) {
+  STD_TORCH_CHECK(h.scalar_type() == ScalarType::Float && h.dim() == 3 && h.is_contiguous(),
+                  "h must be contiguous float32 [rows, num_slices, max_rank]");
+  STD_TORCH_CHECK(x.dim() == 2 && h.size(0) == x.size(0), "h has ", h.size(0), " rows, x ", x.size(0));
+  check_device(x, "x", h);
+  const Site site = site_of(weights, table, entry, h.size(1), x.size(1), h.size(2), h);
+  return shrink_args(site, x, plan_view(plan, h), static_cast<float*>(h.mutable_data_ptr()));
+}
+
+ExpandArgs check_expand(const Tensor& y, const Tensor& h, const std::vector<Tensor>& weights,
+                        const Tensor& table, const Tensor& plan, int64_t entry,
+                        const std::vector<int64_t>& widths) {
+  STD_TORCH_CHECK(h.scalar_type() == ScalarType::Float && h.dim() == 3 && h.is_contiguous(),
+                  "h must be contiguous float32 [rows, num_slices, max_rank]");
+  STD_TORCH_CHECK(h.size(1) == static_cast<int64_t>(widths.size()), "h has ", h.size(1), " slices, widths ",
+                  widths.size());
+  check_device(h, "h", y);
+  Site site = site_of(weights, table, entry, h.size(1), 0, h.size(2), y);
+  set_widths(site, widths);
+  return expand_args(site, y, plan_view(plan, y), static_cast<const float*>(h.const_data_ptr()), h.size(0));
+}
+
+ApplyArgs check_apply(const Tensor& y, const Tensor& scratch, const Tensor& x,
+                      const std::vector<Tensor>& weights, const Tensor& table, const Tensor& plan,
+                      int64_t entry, const std::vector<int64_t>& widths, int64_t max_rank) {
+  STD_TORCH_CHECK(x.dim() == 2, "x has ", x.dim(), " dimensions; want [rows, in]");
+  check_device(x, "x", y);
+  check_device(scratch, "scratch", y);
+  const int64_t slices = static_cast<int64_t>(widths.size());
+  Site site = site_of(weights, table, entry, slices, x.size(1), max_rank, y);
+  set_widths(site, widths);
+  const int64_t need = x.size(0) * slices * max_rank;
+  STD_TORCH_CHECK(
+      scratch.scalar_type() == ScalarType::Float && scratch.is_contiguous() && scratch.numel() >= need,
+      "scratch must be contiguous float32 of at least rows * slices * max_rank = ", need, " values, has ",
+      scratch.numel());
+  float* h = static_cast<float*>(scratch.mutable_data_ptr());
+  const PlanView view = plan_view(plan, y);
+  return {shrink_args(site, x, view, h), expand_args(site, y, view, h, x.size(0))};
+}
+
+EmbeddingArgs check_embedding(const Tensor& y, const Tensor& ids, const std::vector<Tensor>& weights,
+                              const Tensor& table, const Tensor& plan, int64_t entry,
+                              const std::vector<int64_t>& widths, int64_t vocab, int64_t max_rank) {
+  const bool ids64 = ids.scalar_type() == ScalarType::Long;
+  STD_TORCH_CHECK((ids64 || ids.scalar_type() == ScalarType::Int) && ids.dim() == 1 && ids.is_contiguous(),
+                  "ids must be a contiguous int32 or int64 vector");
+  check_device(ids, "ids", y);
+  Site site = site_of(weights, table, entry, static_cast<int64_t>(widths.size()), vocab, max_rank, y);
+  set_widths(site, widths);
+  const int64_t stride = check_y(y, site, ids.size(0));
+  return {site, plan_view(plan, y), ids.const_data_ptr(), ids64, y.mutable_data_ptr(), stride, ids.size(0)};
+}
+
+STABLE_TORCH_LIBRARY(loramux, m) {
+  m.def("lora_shrink(Tensor(a!) h, Tensor x, Tensor[] weights, Tensor table, Tensor plan, int entry) -> ()");
+  m.def(
+      "lora_expand_(Tensor(a!) y, Tensor h, Tensor[] weights, Tensor table, Tensor plan, int entry, "
+      "int[] widths) -> ()");
+  m.def(
+      "lora_apply_(Tensor(a!) y, Tensor(b!) scratch, Tensor x, Tensor[] weights, Tensor table, Tensor plan, "
+      "int entry, int[] widths, int max_rank) -> ()");
+  m.def(
+      "lora_embedding_(Tensor(a!) y, Tensor ids, Tensor[] weights, Tensor table, Tensor plan, int entry, "
+      "int[] widths, int vocab, int max_rank) -> ()");
+}
+
+// ---- CPU ----
+
+void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body) {
+  torch::stable::parallel_for(0, count, grain, body);
+}
+
+// On the CPU the plan can be read here, so that a foreign one is refused instead of partly used.
+void check_plan_rows(const PlanView& plan, int64_t rows) {
+  STD_TORCH_CHECK(plan.words[2] == rows, "the plan is for ", plan.words[2], " rows, the call has ", rows);
+}
+
+void check_ids(const EmbeddingArgs& args) {
+  for (int64_t i = 0; i < args.rows; ++i) {
+    const int64_t id =
+        args.ids64 ? static_cast<const int64_t*>(args.ids)[i] : static_cast<const int32_t*>(args.ids)[i];
+    STD_TORCH_CHECK(id >= -1 && id < args.site.in_features, "token id ", id, " at row ", i,
+                    " is outside the vocabulary of ", args.site.in_features);
+  }
+}
+
+void shrink_on_cpu(const Tensor& h, const Tensor& x, std::vector<Tensor> weights, const Tensor& table,
+                   const Tensor& plan, int64_t entry) {
+  const ShrinkArgs args = check_shrink(h, x, weights, table, plan, entry);
+  check_plan_rows(args.plan, args.rows);
+  shrink_cpu(args, parallel_for);
+}
+
+void expand_on_cpu(const Tensor& y, const Tensor& h, std::vector<Tensor> weights, const Tensor& table,
+                   const Tensor& plan, int64_t entry, std::vector<int64_t> widths) {
+  const ExpandArgs args = check_expand(y, h, weights, table, plan, entry, widths);
+  check_plan_rows(args.plan, args.rows);
+  expand_cpu(args, parallel_for);
+}
+
+void apply_on_cpu(const Tensor& y, const Tensor& scratch, const Tensor& x, std::vector<Tensor> weights,
+                  const Tensor& table, const Tensor& plan, int64_t entry, std::vector<int64_t> widths,
+                  int64_t max_rank) {
+  const ApplyArgs args = check_apply(y, scratch, x, weights, table, plan, entry, widths, max_rank);
+  check_plan_rows(args.shrink.plan, args.shrink.rows);
+  apply_cpu(args, parallel_for);
+}
+
+void embedding_on_cpu(const Tensor& y, const Tensor& ids, std::vector<Tensor> weights, const Tensor& table,
+                      const Tensor& plan, int64_t entry, std::vector<int64_t> widths, int64_t vocab,
+                      int64_t max_rank) {
+  const EmbeddingArgs args = check_embedding(y, ids, weights, table, plan, entry, widths, vocab, max_rank);
+  check_plan_rows(args.plan, args.rows);
+  check_ids(args);
+  embedding_cpu(args, parallel_for);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(loramux, CPU, m) {
+  m.impl("lora_shrink", TORCH_BOX(&shrink_on_cpu));
+  m.impl("lora_expand_", TORCH_BOX(&expand_on_cpu));
+  m.impl("lora_apply_", TORCH_BOX(&apply_on_cpu));
+  m.impl("lora_embedding_", TORCH_BOX(&embedding_on_cpu));
+}
+
+// ---- CUDA ----
+
+#ifdef LORAMUX_CUDA
+// The stream getter lives in libtorch_cuda.so, which a CPU build of torch lacks, so it is looked up at the
+// first CUDA call instead of being linked.
+void* current_stream(int32_t device) {
+  using Getter = AOTITorchError (*)(int32_t, void**);
+  static const Getter getter = [] {
+    void* lib = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    return lib ? reinterpret_cast<Getter>(dlsym(lib, "aoti_torch_get_current_cuda_stream")) : nullptr;
+  }();
+  STD_TORCH_CHECK(getter, "this torch has no CUDA");
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(getter(device, &stream));
+  return stream;
+}
+
+template <typename Args>
+void launch(int (*kernel)(const Args&, void*), const Args& args, const Tensor& on) {
+  const int32_t device = on.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const int error = kernel(args, current_stream(device));
+  STD_TORCH_CHECK(error == 0, "a LoRA kernel could not be launched: ", cuda_error_string(error));
+}
+
+void shrink_on_cuda(const Tensor& h, const Tensor& x, std::vector<Tensor> weights, const Tensor& table,
+                    const Tensor& plan, int64_t entry) {
+  launch(shrink_cuda, check_shrink(h, x, weights, table, plan, entry), h);
+}
+
+void expand_on_cuda(const Tensor& y, const Tensor& h, std::vector<Tensor> weights, const Tensor& table,
+                    const Tensor& plan, int64_t entry, std::vector<int64_t> widths) {
+  launch(expand_cuda, check_expand(y, h, weights, table, plan, entry, widths), y);
+}
+
+void apply_on_cuda(const Tensor& y, const Tensor& scratch, const Tensor& x, std::vector<Tensor> weights,
+                   const Tensor& table, const Tensor& plan, int64_t entry, std::vector<int64_t> widths,
+                   int64_t max_rank) {
+  launch(apply_cuda, check_apply(y, scratch, x, weights, table, plan, entry, widths, max_rank), y);
+}
+
+void embedding_on_cuda(const Tensor& y, const Tensor& ids, std::vector<Tensor> weights, const Tensor& table,
+                       const Tensor& plan, int64_t entry, std::vector<int64_t> widths, int64_t vocab,
+                       int64_t max_rank) {
+  launch(embedding_cuda, check_embedding(y, ids, weights, table, plan, entry, widths, vocab, max_rank), y);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(loramux, CUDA, m) {
+  m.impl("lora_shrink", TORCH_BOX(&shrink_on_cuda));
+  m.impl("lora_expand_", TORCH_BOX(&expand_on_cuda));
+  m.impl("lora_apply_", TORCH_BOX(&apply_on_cuda));
+  m.impl("lora_embedding_", TORCH_BOX(&embedding_on_cuda));
+}
+#endif
+
+}  // namespace
+}  // namespace loramux

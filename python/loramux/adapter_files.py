@@ -1,0 +1,256 @@
+"""Bounded reads of an adapter's files, which may come from anyone: safetensors and a JSON sidecar.
+
+The safetensors format is https://huggingface.co/docs/safetensors#format. This reader stands in for
+the library's because that one maps the file: a later edit would change loaded weights, and a
+truncation would kill the process. Here every byte is read once, into memory of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+import torch
+
+from .errors import AdapterError
+
+MAX_HEADER_BYTES = 16 << 20  # about 80,000 tensors
+MAX_SIDECAR_BYTES = 4 << 20
+_MAX_DIMS = 8
+_CHUNK_BYTES = 4 << 20
+_MAX_THREADS = 8
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_PICKLE = "a pickle, which can run code as it is read: re-save the adapter as safetensors"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+}
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class _Entry(NamedTuple):
+    """Where one tensor lies, in bytes from the end of the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_safetensors(path: str, *, weights: bool = True) -> dict[str, torch.Tensor]:
+    """Every tensor of the safetensors file ``path``, on the CPU and aliasing nothing of the file.
+
+    Args:
+        weights: ``False`` reads the header only and returns meta tensors.
+
+    Raises:
+        AdapterError: not a safetensors file, or one that contradicts itself.
+    """
+    if path.lower().endswith(_PICKLE_SUFFIXES):
+        raise AdapterError(path, [f"a {os.path.splitext(path)[1]} file is {_PICKLE}"])
+    try:
+        with _open(path) as file:
+            entries, data_start, data_bytes = _read_header(file, path)
+            if not weights:
+                return {
+                    name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+                    for name, entry in entries.items()
+                }
+            data = torch.empty(data_bytes, dtype=torch.uint8)
+            _fill(data, file, data_start)
+    except OSError as error:
+        raise AdapterError(path, [f"cannot be read: {error.strerror}"]) from error
+    return {name: _view(data, entry) for name, entry in entries.items()}
+
+
+def read_sidecar(path: str) -> dict[str, Any] | None:
+    """The JSON object in ``adapter_config.json`` beside the file ``path``; ``None`` without one.
+
+    Raises:
+        AdapterError: no JSON object, larger than 4 MiB, nested too deep, or with a key given twice.
+    """
+    sidecar = os.path.join(os.path.dirname(path), "adapter_config.json")
+    if not os.path.lexists(sidecar):
+        return None
+    try:
+        with _open(sidecar) as file:
+            text = file.read(MAX_SIDECAR_BYTES + 1)
+    except OSError as error:
+        raise AdapterError(sidecar, [f"cannot be read: {error.strerror}"]) from error
+    if len(text) > MAX_SIDECAR_BYTES:
+        raise AdapterError(sidecar, [f"is larger than the {MAX_SIDECAR_BYTES} bytes expected"])
+    try:
+        config = _parse_json(text)
+    except ValueError as error:
+        raise AdapterError(sidecar, [f"has {error}; expected the JSON that PEFT wrote"]) from error
+    if not isinstance(config, dict):
+        raise AdapterError(
+            sidecar, [f"is {short(config)}; expected PEFT's LoraConfig as an object"]
+        )
+    return config
+
+
+def tensor_memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared with it and keeping it alive."""
+    count = tensor.numel() * tensor.element_size()
+    memory = (ctypes.c_char * count).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
+
+
+def in_parallel(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """``[function(item) for item in items]`` over threads, for functions that release the GIL."""
+    workers = max(1, min(len(items), os.cpu_count() or 1, _MAX_THREADS))
+    with ThreadPoolExecutor(workers) as pool:
+        parts = pool.map(lambda i: [function(item) for item in items[i::workers]], range(workers))
+    results: list[Any] = [None] * len(items)
+    for i, part in enumerate(parts):
+        results[i::workers] = part
+    return results
+
+
+def _open(path: str) -> BinaryIO:
+    """Open the regular file ``path``, which no symlink may take out of its folder."""
+    if not os.path.isfile(path):
+        raise AdapterError(path, [_missing(path)])
+    real = Path(os.path.realpath(path))
+    folder = Path(os.path.realpath(os.path.dirname(path)))
+    if folder not in real.parents and real.parent != _hub_blobs(folder):
+        raise AdapterError(
+            path, [f"is a link to {str(real)!r}, outside its folder: put the file itself there"]
+        )
+    return open(real, "rb")
+
+
+def _missing(path: str) -> str:
+    folder = os.path.dirname(path)
+    listed = os.listdir(folder) if os.path.isdir(folder) else []
+    if pickles := sorted(name for name in listed if name.endswith(_PICKLE_SUFFIXES)):
+        return f"no such file, but {pickles}: {_PICKLE}"
+    return "no such file; expected a safetensors file or a PEFT directory with one"
+
+
+def _hub_blobs(folder: Path) -> Path | None:
+    """Where the Hugging Face cache keeps the files that ``snapshots/<revision>`` links to."""
+    for inner in (folder, *folder.parents):
+        if inner.parent.name == "snapshots":
+            return inner.parent.parent / "blobs"
+    return None
+
+
+def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, _Entry], int, int]:
+    """The entries, and the start and size of the data, all checked against the file's size."""
+    file_bytes = os.fstat(file.fileno()).st_size
+    start = file.read(9)
+    header_bytes = int.from_bytes(start[:8], "little")
+    data_start = 8 + header_bytes
+    if start[8:] != b"{" or header_bytes > MAX_HEADER_BYTES or data_start > file_bytes:
+        raise AdapterError(path, [_not_safetensors(start, header_bytes, file_bytes)])
+    try:
+        header = _parse_json(start[8:] + file.read(header_bytes - 1))
+    except ValueError as error:
+        raise AdapterError(path, [f"its safetensors header has {error}"]) from error
+
+    entries = {}
+    problems = []
+    header.pop("__metadata__", None)
+    for name, value in header.items():
+        try:
+            entries[name] = _parse_entry(value)
+        except ValueError as error:
+            problems.append(f"tensor {name[:256]!r} has {error}")
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
+        if entry.start != end:
+            problems.append(f"tensor {name[:256]!r} starts at byte {entry.start}, expected {end}")
+        end = entry.end
+    if not problems and end != file_bytes - data_start:
+        problems.append(f"its tensors end at byte {end} of {file_bytes - data_start}: truncated?")
+    if problems:
+        raise AdapterError(path, problems)
+    return entries, data_start, end
+
+
+def _not_safetensors(start: bytes, header_bytes: int, file_bytes: int) -> str:
+    if start.startswith(b"PK\x03\x04") or b"\x80" <= start[:2] <= b"\x80\x05":
+        return f"is {_PICKLE}"
+    for magic, layout in ((b"GGUF", "GGUF"), (b"\x93NUMPY", "NumPy (TensorRT-LLM)")):
+        if start.startswith(magic):
+            return f"is a {layout} file: export the adapter to PEFT's safetensors"
+    return (
+        f"is not safetensors: a header of {header_bytes} bytes starting {start[8:]!r} in a file of "
+        f"{file_bytes}; expected at most {MAX_HEADER_BYTES} that start with b'{{'"
+    )
+
+
+def _parse_json(text: bytes) -> Any:
+    """Strict JSON. Raises ``ValueError`` with a phrase that says what it has."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value: dict[str, Any] = {}
+        for key, item in pairs:
+            if key in value:
+                raise ValueError(f"the key {key[:256]!r} twice")
+            value[key] = item
+        return value
+
+    try:
+        return json.loads(text.decode(), object_pairs_hook=unique)
+    except RecursionError as error:
+        raise ValueError("JSON nested too deep") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"malformed JSON ({error})") from error
+
+
+def _parse_entry(value: object) -> _Entry:
+    """One tensor's header entry. Raises ``ValueError`` with a phrase that says what it has."""
+    if not (isinstance(value, dict) and value.keys() == {"dtype", "shape", "data_offsets"}):
+        raise ValueError("an entry of other fields than dtype, shape and data_offsets")
+    dtype = _DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
+    if dtype is None:
+        raise ValueError(f"dtype {str(value['dtype'])[:32]!r}; expected one of {list(_DTYPES)}")
+    shape, offsets = value["shape"], value["data_offsets"]
+    for numbers in (shape, offsets):
+        if not (isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)):
+            raise ValueError("a shape or data_offsets that is no list of whole numbers")
+    if len(shape) > _MAX_DIMS:
+        raise ValueError(f"{len(shape)} dimensions; expected at most {_MAX_DIMS}")
+    count = math.prod(shape) * dtype.itemsize
+    if len(offsets) != 2 or count == 0 or offsets[1] - offsets[0] != count:
+        raise ValueError(f"shape {shape}, {count} bytes, at data_offsets {offsets[:2]}")
+    return _Entry(dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _fill(data: torch.Tensor, file: BinaryIO, offset: int) -> None:
+    """Read the file from byte ``offset`` into ``data``, in parallel."""
+    memory = tensor_memory(data)
+
+    def read_chunk(start: int) -> None:
+        end = min(start + _CHUNK_BYTES, len(memory))
+        while start < end:
+            count = os.preadv(file.fileno(), [memory[start:end]], offset + start)
+            if count == 0:
+                raise OSError(0, f"it ended at byte {offset + start}, cut while it was read")
+            start += count
+
+    in_parallel(read_chunk, range(0, len(memory), _CHUNK_BYTES))
+
+
+def _view(data: torch.Tensor, entry: _Entry) -> torch.Tensor:
+    piece = data[entry.start : entry.end]
+    if entry.start % entry.dtype.itemsize:
+        piece = piece.clone()
+    return piece.view(entry.dtype).view(entry.shape)

@@ -1,0 +1,414 @@
+"""What a model declares about per-request LoRA adapters, and what requests and steps ask for."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from .errors import AdapterError, SpecError, UnknownAdapter
+from .resource import NodeResourceSpec, Resource, ResourceReqConfig, ResourceStep
+from .target import LoraTarget, ShardId
+
+__all__ = [
+    "AdapterInfo",
+    "LoraBaseOnly",
+    "LoraModuleRef",
+    "LoraReqConfig",
+    "LoraSpec",
+    "LoraStep",
+    "LoraTarget",
+    "Segment",
+    "lora_enabled",
+    "node_capture_key",
+    "resolve_adapter_path",
+    "served_lora_adapters",
+]
+
+_NAMES_SHOWN = 8  # how many served names an error lists
+
+
+class AdapterInfo(NamedTuple):
+    """What validation needs to know about an adapter checkpoint, read without its weights.
+
+    Attributes:
+        rank: the largest over every LoRA module in the file, those of another spec included.
+        unmapped: modules that no target of the spec takes.
+        misfits: modules whose shapes do not fit their target, with both shapes.
+    """
+
+    rank: int
+    unmapped: tuple[str, ...]
+    misfits: tuple[str, ...] = ()
+
+
+class Registration(NamedTuple):
+    """One registration of an adapter's name with a spec, which tells one load from another.
+
+    Attributes:
+        digest: what the weights must digest to, where the deployment says so.
+        generation: how often the name was registered anew before.
+    """
+
+    name: str
+    path: str
+    digest: bytes | None
+    generation: int
+
+
+class LoraModuleRef(NamedTuple):
+    """Where one checkpoint module's adapter lands: a target, a stack layer, and a slice's id.
+
+    ``shard_id`` is ``None`` for a target of a single slice.
+    """
+
+    target: str
+    layer: int
+    shard_id: ShardId = None
+
+
+@dataclass(frozen=True)
+class LoraBaseOnly:
+    """The capture key of a step none of whose rows names an adapter, around the node's own key.
+
+    A node that serves adapters captures each bucket under both keys; the base-only graph records no
+    LoRA kernel.
+    """
+
+    key: Any = None
+
+
+class Segment(NamedTuple):
+    """The rows one request puts through the model in a step.
+
+    Attributes:
+        adapter: the adapter's name; ``None`` runs the base model.
+        length: tokens, at least 0.
+        scale: the request's own factor on its adapter's delta.
+    """
+
+    adapter: str | None
+    length: int
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class LoraStep(ResourceStep):
+    """One step's rows: a segment per request, in the order they are packed.
+
+    ``segments=None`` is a step that no request is in, such as a profile run: no row has an adapter.
+    """
+
+    segments: tuple[Segment, ...] | None = None
+
+
+@dataclass(frozen=True)
+class LoraReqConfig(ResourceReqConfig):
+    """The adapter a request runs under; ``None`` runs the base model."""
+
+    adapter: str | None = None
+
+    def validate(self, spec: LoraSpec | None = None) -> None:
+        """Check a client's value at admission, before any worker sees it.
+
+        Raises:
+            UnknownAdapter: (a ``ValueError``) a name that is not a string or, with a ``spec``,
+                not served by it. The text names no path and fits an HTTP 400.
+        """
+        if self.adapter is None:
+            return
+        if not isinstance(self.adapter, str):
+            raise UnknownAdapter(f"adapter must be a name or null, got {self.adapter!r}")
+        if spec is not None and self.adapter not in spec.adapters:
+            raise UnknownAdapter(unknown_adapter_text(self.adapter, spec))
+
+
+def unknown_adapter_text(name: str, spec: LoraSpec) -> str:
+    """Say that ``name`` is not served: the nearest served name and a few others."""
+    served = sorted(spec.adapters)
+    near = difflib.get_close_matches(name, served, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    more = f" and {len(served) - _NAMES_SHOWN} more" if len(served) > _NAMES_SHOWN else ""
+    listed = ", ".join(map(repr, served[:_NAMES_SHOWN])) or "none"
+    return f"no adapter {name[:80]!r} is served.{hint} Served: {listed}{more}."
+
+
+@dataclass(eq=False)
+class LoraSpec(NodeResourceSpec):
+    """Per-request LoRA adapters for the linears named in ``targets``.
+
+    Attributes:
+        num_layers: layers of the stack that the targets belong to.
+        targets: target name to its shapes, in the order their sites take within a layer.
+        module_map: places a checkpoint module on a target, or ``None`` where it has no place.
+        max_slots: adapters resident on the device at once, beside the zero adapter of base rows.
+        max_rank: largest rank served.
+        cpu_capacity: adapters kept pinned on the host.
+        adapters: the names requests ask for, to PEFT directories or safetensors paths.
+        adapter_digests: expected digests of some of them (``identity.adapter_digest``).
+        dtype: of the device weights; ``None``: the model's.
+        backend: ``"native"`` the compiled kernels or an error, ``"torch"`` the plain definition,
+            ``"auto"`` native where it serves the device and dtype.
+        convert_keys: rewrites a model-native checkpoint's tensors to PEFT's names first.
+        ignored_modules: checkpoint modules that another spec loads.
+        dropped_targets: targets of the model that this deployment does not serve.
+
+    Raises:
+        SpecError: a size below its least value or an unknown backend.
+    """
+
+    num_layers: int
+    targets: dict[str, LoraTarget]
+    module_map: Callable[[str], LoraModuleRef | None]
+    max_slots: int = 4
+    max_rank: int = 16
+    cpu_capacity: int = 16
+    adapters: dict[str, str] = field(default_factory=dict)
+    adapter_digests: dict[str, bytes] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
+    backend: Literal["auto", "torch", "native"] = "auto"
+    convert_keys: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
+    ignored_modules: Callable[[str], bool] | None = None
+    dropped_targets: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self._infos: dict[str, tuple[Registration, AdapterInfo]] = {}
+        self._generations: dict[str, int] = {}
+        self._lock = threading.Lock()
+        if self.backend not in ("auto", "torch", "native"):
+            raise SpecError(f"backend is {self.backend!r}; use 'auto', 'torch' or 'native'")
+        _check_sizes(
+            num_layers=self.num_layers,
+            max_slots=self.max_slots,
+            max_rank=self.max_rank,
+            cpu_capacity=self.cpu_capacity,
+        )
+        for name, target in self.targets.items():
+            if outside := [i for i in target.layers or () if not 0 <= i < self.num_layers]:
+                raise SpecError(f"target {name!r} has layers {outside} of {self.num_layers}")
+
+    @property
+    def num_slots(self) -> int:
+        """Device slots, the zero adapter's included."""
+        return self.max_slots + 1
+
+    @property
+    def resource_class(self) -> type[Resource]:
+        """``LoraPool``, imported here so that declaring a spec stays free of the kernels."""
+        from .pool import LoraPool
+
+        return LoraPool
+
+    def sites(self) -> list[tuple[str, int]]:
+        """``(target, layer)`` of every site: by layer, then by target as declared."""
+        return [
+            (name, layer)
+            for layer in range(self.num_layers)
+            for name, target in self.targets.items()
+            if target.layers is None or layer in target.layers
+        ]
+
+    def registration(self, name: str) -> Registration:
+        """What ``name`` stands for now. Registering it again makes another, even for one path.
+
+        Raises:
+            UnknownAdapter: no adapter of that name is served.
+        """
+        with self._lock:
+            if name not in self.adapters:
+                raise UnknownAdapter(unknown_adapter_text(name, self))
+            return Registration(
+                name,
+                self.adapters[name],
+                self.adapter_digests.get(name),
+                self._generations.get(name, 0),
+            )
+
+    def adapter_info(self, name: str) -> AdapterInfo:
+        """Rank, unmapped and misfitting modules of a configured adapter, read once and cached.
+
+        Raises:
+            UnknownAdapter: no adapter of that name is configured.
+            AdapterError: its file cannot be served.
+        """
+        from .checkpoint import read_adapter_info
+
+        registration = self.registration(name)
+        with self._lock:
+            cached = self._infos.get(name)
+        if cached is not None and cached[0] == registration:
+            return cached[1]
+        info = read_adapter_info(registration.path, self)
+        with self._lock:
+            self._infos[name] = registration, info
+        return info
+
+    def check_adapter(self, name: str, info: AdapterInfo) -> None:
+        """Refuse an adapter this deployment cannot serve.
+
+        Raises:
+            AdapterError: no LoRA layers, a rank above ``max_rank``, a module outside the declared
+                targets or of another size. Lists all of them.
+        """
+        problems = []
+        if info.rank < 1:
+            problems.append("it has no LoRA layer; expected at least one module with A and B")
+        if info.rank > self.max_rank:
+            problems.append(
+                f"its rank is {info.rank}, the pool's max_rank {self.max_rank}: raise max_rank"
+            )
+        for module in info.unmapped:
+            ref = self.module_map(module)
+            if ref is not None and ref.target in self.dropped_targets:
+                problems.append(
+                    f"module {module!r} is on the target {ref.target!r}, which this deployment "
+                    "drops: add it to the targets list"
+                )
+            else:
+                problems.append(
+                    f"module {module!r} is on none of the targets {sorted(self.targets)}: "
+                    "is the adapter for another model, or are its names another layout's?"
+                )
+        problems.extend(info.misfits)
+        if problems:
+            raise AdapterError(name, problems)
+
+    def add_adapter(self, name: str, path: str, digest: bytes | None = None) -> None:
+        """Serve ``name`` from ``path``, whose weights digest to ``digest``, from now on."""
+        with self._lock:
+            self._forget(name)
+            self.adapters[name] = path
+            if digest is not None:
+                self.adapter_digests[name] = digest
+
+    def remove_adapter(self, name: str) -> None:
+        """Stop serving ``name``.
+
+        Raises:
+            UnknownAdapter: it is not served.
+        """
+        with self._lock:
+            if name not in self.adapters:
+                raise UnknownAdapter(unknown_adapter_text(name, self))
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self.adapters.pop(name, None)
+        self.adapter_digests.pop(name, None)
+        self._infos.pop(name, None)
+        self._generations[name] = self._generations.get(name, 0) + 1
+
+    def stop_ignoring(self, modules: Callable[[str], bool]) -> None:
+        """Refuse, rather than ignore, the checkpoint modules ``modules`` matches."""
+        ignored = self.ignored_modules
+        if ignored is not None:
+            self.ignored_modules = lambda name: ignored(name) and not modules(name)
+            self._infos.clear()
+
+    def apply_yaml_overrides(
+        self,
+        max_slots: int | None = None,
+        max_rank: int | None = None,
+        cpu_capacity: int | None = None,
+        adapters: dict[str, str] | None = None,
+        adapter_digests: dict[str, str] | None = None,
+        targets: list[str] | None = None,
+    ) -> None:
+        """Size this spec as a deployment's YAML says. All is checked before any is set.
+
+        Args:
+            adapters: name to path; replaces the configured ones.
+            adapter_digests: name to digest in hexadecimal.
+            targets: keeps only these of the model's targets. One list serves every LoRA spec of a
+                model, so names that only another spec declares are not an error here.
+
+        Raises:
+            SpecError: a value out of range or of another type, with its name.
+        """
+        sizes = dict(max_slots=max_slots, max_rank=max_rank, cpu_capacity=cpu_capacity)
+        given = {key: value for key, value in sizes.items() if value is not None}
+        _check_sizes(**given)
+        for key, names in (("adapters", adapters), ("adapter_digests", adapter_digests)):
+            _check_string_mapping(key, names)
+        digests = {
+            name: _digest_bytes(name, text) for name, text in (adapter_digests or {}).items()
+        }
+        served = self.adapters if adapters is None else adapters
+        if strays := sorted(set(digests) - set(served)):
+            raise SpecError(f"adapter_digests names {strays}, which are not among the adapters")
+        if targets is not None and not (
+            isinstance(targets, list) and all(isinstance(name, str) for name in targets)
+        ):
+            raise SpecError(f"targets must be a list of names, got {targets!r}")
+
+        for key, value in given.items():
+            setattr(self, key, value)
+        if adapters is not None:
+            for name in list(self.adapters):
+                self._forget(name)
+            self.adapters.update(adapters)
+        self.adapter_digests.update(digests)
+        if targets is not None:
+            dropped = frozenset(self.targets) - frozenset(targets)
+            self.dropped_targets |= dropped
+            self.targets = {n: t for n, t in self.targets.items() if n not in dropped}
+        self._infos.clear()
+
+
+def _check_sizes(**sizes: object) -> None:
+    for key, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise SpecError(f"{key} must be a positive integer, got {value!r}")
+
+
+def _check_string_mapping(key: str, value: object) -> None:
+    if value is not None and not (
+        isinstance(value, Mapping)
+        and all(isinstance(k, str) and isinstance(v, str) for k, v in value.items())
+    ):
+        raise SpecError(f"{key} must map names to strings, got {value!r}")
+
+
+def _digest_bytes(name: str, text: str) -> bytes:
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        digest = b""
+    if len(digest) != 32:
+        raise SpecError(f"adapter_digests[{name!r}] is {text!r}, not 64 hexadecimal digits")
+    return digest
+
+
+def lora_enabled(model_config: Mapping[str, Any]) -> bool:
+    """Whether a deployment's YAML turns LoRA on: a ``resources: lora:`` mapping, empty or not."""
+    return _lora_block(model_config) is not None
+
+
+def served_lora_adapters(model_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The adapter names a deployment's YAML serves; empty when it does not turn LoRA on."""
+    adapters = (_lora_block(model_config) or {}).get("adapters")
+    return tuple(adapters) if isinstance(adapters, Mapping) else ()
+
+
+def _lora_block(model_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    resources = model_config.get("resources")
+    block = resources.get("lora") if isinstance(resources, Mapping) else None
+    return block if isinstance(block, Mapping) else None
+
+
+def node_capture_key(key: Any) -> Any:
+    """The node's own part of a capture key, without its ``LoraBaseOnly``."""
+    return key.key if isinstance(key, LoraBaseOnly) else key
+
+
+def resolve_adapter_path(path: str) -> str:
+    """The safetensors file an adapter path names.
+
+    That is the path itself, or a PEFT directory's ``adapter_model.safetensors``.
+    """
+    return os.path.join(path, "adapter_model.safetensors") if os.path.isdir(path) else path

@@ -1,0 +1,125 @@
+"""Which weights an adapter name stands for, as a prefix cache keys them.
+
+A request on an adapter fills KV pages that differ from the base model's for the same tokens, so its
+prompt's chain of block keys hangs from a root of its own, made from the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from collections.abc import Mapping
+
+import torch
+
+from .adapter_files import in_parallel, tensor_memory
+from .checkpoint import LoraAdapter, read_lora_file
+from .config import LoraSpec
+
+_DIGEST_DOMAIN = b"loramux adapter digest 1\0"
+_ROOT_DOMAIN = b"loramux prefix root 1\0"
+_BASE_ROOT = b""
+
+
+def adapter_digest(adapter: LoraAdapter) -> bytes:
+    """SHA-256 over everything an adapter's delta depends on, the same on every rank and process.
+
+    That is every module's name, kind, alpha and rsLoRA flag, and A and B with their dtype and
+    shape, so that equal bytes of another shape or dtype digest apart. The order of the modules and
+    the memory layout do not enter.
+
+    Returns:
+        32 bytes.
+    """
+    modules = sorted(adapter.modules.items())
+    factors = [factor for _, module in modules for factor in (module.a, module.b)]
+    digests = iter(in_parallel(_tensor_digest, factors))
+    total = hashlib.sha256(_DIGEST_DOMAIN)
+    for name, module in modules:
+        encoded = name.encode()
+        total.update(struct.pack("<q", len(encoded)) + encoded)
+        total.update(struct.pack("<d??", module.alpha, module.rslora, module.embedding))
+        total.update(next(digests) + next(digests))
+    return total.digest()
+
+
+def adapter_prefix_root(digest: bytes | None) -> bytes:
+    """The root that the key chains of an adapter's requests hang from.
+
+    It comes from the digest and not from the name: two names for the same weights share pages, and
+    one name with new weights does not. ``None`` is the base model, whose root is empty.
+
+    Raises:
+        ValueError: not a digest of 32 bytes.
+    """
+    return _BASE_ROOT if digest is None else _root(digest)
+
+
+def read_adapter_digest(spec: LoraSpec, path: str) -> bytes:
+    """The digest of the adapter at ``path``, read as the pool reads it.
+
+    Raises:
+        AdapterError: it cannot be served.
+    """
+    return adapter_digest(read_lora_file(path, spec.convert_keys))
+
+
+class AdapterPrefixRoots:
+    """Adapter name to the root that its requests' key chains hang from. Safe to share by threads.
+
+    A name that is not registered has no root, and a request on it must not be keyed at all: under
+    the base model's empty root its pages would serve base requests.
+    """
+
+    def __init__(self, roots: Mapping[str, bytes] | None = None) -> None:
+        self._roots = dict(roots or {})
+        self._lock = threading.Lock()
+
+    @classmethod
+    def read(cls, spec: LoraSpec, digests: Mapping[str, bytes] | None = None) -> AdapterPrefixRoots:
+        """Every adapter that ``spec`` serves, under its digest in ``digests`` or, for one not in
+        it, the digest of its file, read once.
+
+        Raises:
+            AdapterError: a file that has to be read cannot be served.
+        """
+        roots = cls()
+        known = digests or {}
+        for name, path in list(spec.adapters.items()):
+            digest = known[name] if name in known else read_adapter_digest(spec, path)
+            roots.register(name, digest)
+        return roots
+
+    def register(self, name: str, digest: bytes) -> None:
+        """Key requests on ``name`` by the weights that digest to ``digest`` from now on.
+
+        Raises:
+            ValueError: not a digest of 32 bytes.
+        """
+        root = _root(digest)
+        with self._lock:
+            self._roots[name] = root
+
+    def root(self, name: str) -> bytes | None:
+        """The root of ``name``, or ``None``: do not key its requests."""
+        with self._lock:
+            return self._roots.get(name)
+
+    def unregister(self, name: str) -> None:
+        """Stop keying requests on ``name``; harmless where it is not registered."""
+        with self._lock:
+            self._roots.pop(name, None)
+
+
+def _root(digest: bytes) -> bytes:
+    if not isinstance(digest, bytes) or len(digest) != 32:
+        raise ValueError(f"an adapter's digest is 32 bytes, got {digest!r}")
+    return hashlib.sha256(_ROOT_DOMAIN + digest).digest()
+
+
+def _tensor_digest(tensor: torch.Tensor) -> bytes:
+    head = f"{tensor.dtype} {list(tensor.shape)}\0".encode()
+    digest = hashlib.sha256(head)
+    digest.update(tensor_memory(tensor.detach().cpu().contiguous()))
+    return digest.digest()

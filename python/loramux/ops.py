@@ -1,0 +1,144 @@
+"""The LoRA shrink and expand as torch operators, each one opaque node under ``torch.compile``.
+
+The operators and their schemas live in csrc/ops.cpp. The functions here take a ``LoraSite`` and a
+``StepPlan``, check what only the host can see, and call the operator or the torch definition.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import backend
+from .errors import PlanMismatch
+from .plan import StepPlan
+from .site import LoraSite
+
+_shrink = torch.ops.loramux.lora_shrink.default
+_expand = torch.ops.loramux.lora_expand_.default
+_apply = torch.ops.loramux.lora_apply_.default
+_embedding = torch.ops.loramux.lora_embedding_.default
+
+# They only write into their arguments, so that there is nothing to infer.
+for _name in ("lora_shrink", "lora_expand_", "lora_apply_", "lora_embedding_"):
+    torch.library.register_fake(f"loramux::{_name}", lambda *args: None)
+
+
+def lora_shrink(
+    x: torch.Tensor, site: LoraSite, plan: StepPlan, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``h[i, s, :r] = x[i] @ A[slot(i), s]^T`` for every row that has an adapter.
+
+    Rows without one, and ranks past an adapter's own, keep what ``out`` held.
+
+    Args:
+        x: ``[rows, in]``, the weights' dtype, unit column stride.
+        out: float32 ``[rows, num_slices, max_rank]``, contiguous; allocated where ``None``.
+
+    Returns:
+        h, which is ``out`` where it was given.
+
+    Raises:
+        PlanMismatch: the plan is for another number of rows.
+        RuntimeError: a shape, dtype, stride or device that does not fit, with both values.
+    """
+    _check_rows(x, plan)
+    if out is None:
+        out = x.new_empty(x.shape[0], len(site.widths), site.max_rank, dtype=torch.float32)
+    if site.backend == "native":
+        _shrink(out, x, site.weights, site.table, plan.buffer, site.entry)
+    else:
+        backend.shrink(out, x, site, plan)
+    return out
+
+
+def lora_expand_(y: torch.Tensor, h: torch.Tensor, site: LoraSite, plan: StepPlan) -> torch.Tensor:
+    """``y[i, s] += scale * h[i, s, :r] @ B[slot(i), s]^T``, in place, rounded once.
+
+    Args:
+        y: ``[rows, sum(widths)]``, unit column stride; may be a column slice of a wider tensor.
+        h: float32 ``[rows, num_slices, max_rank]`` from ``lora_shrink`` with the same plan.
+
+    Returns:
+        y.
+
+    Raises:
+        PlanMismatch, RuntimeError: as ``lora_shrink``.
+    """
+    _check_rows(y, plan)
+    if site.backend == "native":
+        _expand(y, h, site.weights, site.table, plan.buffer, site.entry, site.widths)
+    else:
+        backend.expand_(y, h, site, plan)
+    return y
+
+
+def lora_apply_(y: torch.Tensor, x: torch.Tensor, site: LoraSite, plan: StepPlan) -> torch.Tensor:
+    """Add every row its own adapter's delta: ``lora_shrink`` and ``lora_expand_`` as one call.
+
+    ``y[i] += scale * (x[i] @ A[slot(i)]^T) @ B[slot(i)]^T``; base rows keep their bits.
+    The workspace between the two is the plan's, so that two calls with one plan must not run at
+    the same time on different streams: beside other work use ``lora_shrink`` with an ``out``.
+
+    Args:
+        y: ``[rows, sum(widths)]``, unit column stride; may be a column slice of a wider tensor.
+        x: ``[rows, in]``, unit column stride, the dtype of y and of the weights.
+
+    Returns:
+        y.
+
+    Raises:
+        PlanMismatch, RuntimeError: as ``lora_shrink``.
+    """
+    _check_rows(x, plan)
+    if site.backend == "native":
+        scratch = plan.scratch
+        width = len(site.widths) * site.max_rank
+        if scratch.numel() < x.shape[0] * width:
+            scratch = x.new_empty(x.shape[0] * width, dtype=torch.float32)
+        _apply(
+            y, scratch, x, site.weights, site.table, plan.buffer,
+            site.entry, site.widths, site.max_rank,
+        )  # fmt: skip
+    else:
+        backend.apply_(y, x, site, plan)
+    return y
+
+
+def lora_embedding_(
+    y: torch.Tensor, ids: torch.Tensor, site: LoraSite, plan: StepPlan
+) -> torch.Tensor:
+    """Add every row its own adapter's embedding delta, in place, rounded once.
+
+    ``y[i] += scale * A[slot(i)][ids[i]] @ B[slot(i)]^T``, as PEFT's ``lora_embedding_A / _B``.
+
+    Args:
+        y: ``[rows, sum(widths)]``, unit column stride.
+        ids: ``[rows]``, int32 or int64. An id of -1 has no vector here (another rank's part of the
+            vocabulary) and adds nothing; on a CUDA device neither does any other id outside
+            ``[0, vocab)``, which the host cannot see.
+
+    Returns:
+        y.
+
+    Raises:
+        PlanMismatch, RuntimeError: as ``lora_shrink``; on the CPU also an id below -1 or past the
+            vocabulary, and nothing is written.
+    """
+    _check_rows(ids, plan)
+    if site.backend == "native":
+        _embedding(
+            y, ids, site.weights, site.table, plan.buffer,
+            site.entry, site.widths, site.in_features, site.max_rank,
+        )  # fmt: skip
+    else:
+        backend.embedding_(y, ids, site, plan)
+    return y
+
+
+def _check_rows(rows: torch.Tensor, plan: StepPlan) -> None:
+    # A graph being traced is used with later plans: there the operator checks what it can.
+    if not torch.compiler.is_compiling() and rows.shape[0] != plan.rows:
+        raise PlanMismatch(
+            f"got {rows.shape[0]} rows, the plan is for {plan.rows}: plan the step that these rows "
+            "are of, padding rows as a base segment"
+        )

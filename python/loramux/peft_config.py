@@ -1,0 +1,208 @@
+"""What PEFT's ``adapter_config.json`` says about the scale of an adapter's modules.
+
+Fields and their meaning are those of ``LoraConfig`` in PEFT 0.21. The file is data: nothing in it
+is imported, called or opened.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from reprlib import repr as short
+from typing import Any, TypeVar
+
+N = TypeVar("N", int, float)
+
+_DEFAULT_ALPHA = 8.0  # LoraConfig.lora_alpha
+
+# These say how the adapter was made; what came of it is in its tensors.
+_INFORMATION = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "eva_config",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "velora_config",
+}
+_READ = {
+    "alpha_pattern",
+    "bias",
+    "init_lora_weights",
+    "lora_alpha",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "use_rslora",
+}
+_FEATURES = {
+    "alora_invocation_tokens": "activated LoRA",
+    "arrow_config": "Arrow routing",
+    "ensure_weight_tying": "tied adapters",
+    "kasa_config": "KaSA",
+    "layer_replication": "replicated layers",
+    "lora_bias": "LoRA bias",
+    "megatron_config": "Megatron layers",
+    "modules_to_save": "full weights beside LoRA",
+    "monteclora_config": "MonteCLoRA",
+    "target_parameters": "expert parameters",
+    "trainable_token_indices": "trained token embeddings",
+    "use_bdlora": "block-diagonal LoRA",
+    "use_dora": "DoRA",
+    "use_qalora": "QA-LoRA",
+}
+_PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
+
+# Python's re backtracks: every group and repeat of a pattern multiplies the time of a match.
+_MAX_CHOICES = 3
+_MAX_PATTERN_CHARS = 256
+_MAX_PATTERN_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """The fields that a delta depends on, checked.
+
+    Attributes:
+        rank: ``r``, of the modules that ``rank_pattern`` leaves; ``None``: not stated.
+        alpha: ``lora_alpha``, of the modules that ``alpha_pattern`` leaves; ``None``: no sidecar.
+        use_rslora: the scale is alpha / sqrt(rank), not alpha / rank.
+        target_modules: the names listed, none where they are a regular expression.
+        notes: defaults taken.
+    """
+
+    rank: int | None = None
+    alpha: float | None = None
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    target_modules: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def parse_peft_config(config: object, problems: list[str]) -> PeftConfig:
+    """Check a sidecar's value, or a ``LoraConfig.to_dict()``. Faults go to ``problems``."""
+    if not (isinstance(config, Mapping) and config.keys() & {"peft_type", "r", "lora_alpha"}):
+        problems.append(f"the config is {short(config)}; expected PEFT's LoraConfig as a mapping")
+        return PeftConfig()
+
+    def checked(name: str, default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
+        if name not in config or is_valid(config[name]):
+            return config.get(name, default)
+        problems.append(f"config field {name!r} is {short(config[name])}; expected {expected}")
+        return default
+
+    for name, value in config.items():
+        if name not in _INFORMATION | _READ and not (value is None or value in (False, (), [], {})):
+            feature = _FEATURES.get(name, "a feature loramux does not know")
+            problems.append(f"config field {name!r} is {short(value)}: {feature} is not served")
+    checked("peft_type", "LORA", lambda v: v == "LORA", "'LORA', the one method served")
+    checked("bias", "none", lambda v: v == "none", "'none': trained biases are not served")
+    checked(
+        "init_lora_weights",
+        True,
+        lambda v: v in _PLAIN_INITS,
+        f"one of {_PLAIN_INITS}: others train against an altered base; save with PEFT's "
+        "path_initial_model_for_weight_conversion",
+    )
+    targets = config.get("target_modules")
+    names = targets if isinstance(targets, (list, tuple, set)) else ()
+    return PeftConfig(
+        rank=checked("r", None, _is_rank, "a whole number of at least 1"),
+        alpha=checked("lora_alpha", _DEFAULT_ALPHA, is_alpha, "a finite number"),
+        use_rslora=checked("use_rslora", False, lambda v: isinstance(v, bool), "true or false"),
+        rank_pattern=_pattern("rank_pattern", config, _is_rank, problems),
+        alpha_pattern=_pattern("alpha_pattern", config, is_alpha, problems),
+        target_modules=tuple(name for name in names if isinstance(name, str)),
+        notes=() if "lora_alpha" in config else (f"lora_alpha is absent: {_DEFAULT_ALPHA:g}",),
+    )
+
+
+def numbers_by_module(
+    pattern: Mapping[str, N], modules: Collection[str], problems: list[str]
+) -> tuple[dict[str, N], list[str]]:
+    """The number of each module that a key of ``pattern`` matches; the keys that give none.
+
+    The rule is that of PEFT's ``get_pattern_key``: the first key that matches the name's end.
+    """
+    compiled = [(key, re.compile(rf"(.*\.)?({key})$")) for key in pattern]
+    deadline = time.monotonic() + _MAX_PATTERN_SECONDS
+    keys: dict[str, str] = {}
+    for module in modules:
+        for key, regex in compiled:
+            if time.monotonic() > deadline:
+                problems.append(
+                    f"{len(pattern)} patterns for {len(modules)} modules take more than "
+                    f"{_MAX_PATTERN_SECONDS:g} s to match; expected the modules' names as keys"
+                )
+                return {}, []
+            if regex.match(module):
+                keys[module] = key
+                break
+    numbers = {module: pattern[key] for module, key in keys.items()}
+    used = set(keys.values())
+    return numbers, [key for key in pattern if key not in used]
+
+
+def is_alpha(value: Any) -> bool:
+    """Whether ``value`` is a number that a float32 scale can come from."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and -1e38 < value < 1e38
+
+
+def _is_rank(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _pattern(
+    name: str,
+    config: Mapping[str, Any],
+    is_number: Callable[[object], bool],
+    problems: list[str],
+) -> dict[str, Any]:
+    """The entries of a ``rank_pattern`` or ``alpha_pattern`` that are safe to match with."""
+    entries = config.get(name) or {}
+    if not isinstance(entries, Mapping):
+        problems.append(f"config field {name!r} is {short(entries)}; expected a mapping")
+        return {}
+    pattern = {}
+    for key, number in entries.items():
+        if fault := _key_fault(key):
+            problems.append(f"config field {name!r} has the key {short(key)}, {fault}")
+        elif not is_number(number):
+            problems.append(f"config field {name!r} has {short(number)} for the key {short(key)}")
+        else:
+            pattern[key] = number
+    return pattern
+
+
+def _key_fault(key: object) -> str | None:
+    if not isinstance(key, str):
+        return "which is no string"
+    plain = key.replace("(?:", "(")
+    choices = len(re.findall(r"[*+(]", plain))
+    if len(key) > _MAX_PATTERN_CHARS or choices > _MAX_CHOICES or re.search(r"[?{]|\)[*+]", plain):
+        return (
+            "which can take too long to match; expected a name, or a pattern of at most "
+            f"{_MAX_CHOICES} groups and repeats, no group repeated: name the modules instead"
+        )
+    try:
+        re.compile(key)
+    except re.error as error:
+        return f"which is no regular expression: {error}"
+    return None

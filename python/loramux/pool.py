@@ -1,0 +1,375 @@
+"""Per-request LoRA adapters resident in a fixed set of device slots.
+
+A step's adapters must hold slots before its kernels run: ``begin_step`` makes them resident, leases
+their slots and writes one plan per row grouping. On a CUDA device images are copied on a side
+stream; the compute stream waits for them, and a copy waits for the last step that used its slot.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .backend import resolve_backend
+from .config import LoraBaseOnly, LoraSpec, LoraStep, Registration, Segment
+from .errors import LoraError, PlanMismatch, PoolExhausted
+from .plan import StepPlan
+from .resource import Resource
+from .site import LoraSite
+from .store import LoraImage, LoraStore, SlotLayout
+
+
+class _Slot:
+    """One device slot: whose weights it holds, and who is using them."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.holds: Registration | None = None
+        self.leases = 0
+        self.used_at = 0  # the pool's clock at its last use
+        self.ready: torch.cuda.Event | None = None  # its image has arrived
+        self.idle: torch.cuda.Event | None = None  # the last step that used it is done
+
+
+class LoraLease:
+    """A step's hold on the slots of its adapters. A context manager that releases at its end."""
+
+    def __init__(self, pool: LoraPool, slots: list[_Slot], base_only: bool) -> None:
+        self.base_only = base_only
+        self._pool = pool
+        self._slots = slots
+        self._released = False
+
+    def plan(self, row_grouping: int) -> StepPlan:
+        """This step's plan for a row grouping.
+
+        Raises:
+            PlanMismatch: another step has begun since, or the lease is released: the buffers hold
+                other rows, and the slots may hold other adapters.
+        """
+        if self._pool.current is not self:
+            raise PlanMismatch(
+                "this step is over: plans are valid until release or the next begin_step"
+            )
+        return self._pool.plan(row_grouping)
+
+    def release(self) -> None:
+        """End the step's use of its slots. Releasing twice is harmless."""
+        self._pool._release(self)
+
+    def __enter__(self) -> LoraLease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class LoraPool(Resource):
+    """Adapters of one spec on one device, in ``max_slots`` slots beside the zero adapter.
+
+    Steps of one pool run one after another: begin a step once the kernels of the previous one are
+    enqueued (on the CPU: have run). Loads, prefetches and unloads may come from any thread.
+
+    Args:
+        spec: what is served; adapters registered with it later are served too.
+        device: where the weights lie.
+        dtype: the model's, used where the spec names none.
+        rank: this process's tensor-parallel rank.
+        world_size: tensor-parallel ranks.
+        max_rows: rows that a step may have in any grouping. With it the plans' buffers have fixed
+            addresses, as a CUDA graph needs; without, they grow with the largest step.
+
+    Attributes:
+        active: a step is begun and some row of it names an adapter.
+        current: the lease of the step begun last, until it is released.
+
+    Raises:
+        BackendUnavailable: the spec's backend cannot serve the device and dtype.
+    """
+
+    # Steps write to what is allocated here, in inference mode or not: never an inference tensor.
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        spec: LoraSpec,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        rank: int = 0,
+        world_size: int = 1,
+        max_rows: int | None = None,
+    ) -> None:
+        self.spec = spec
+        self.device = torch.device(device)
+        self.dtype = spec.dtype or dtype
+        backend = resolve_backend(spec.backend, self.device, self.dtype)
+        layout = SlotLayout(spec, self.dtype, rank, world_size)
+        on_cuda = self.device.type == "cuda"
+        self._layout = layout
+        self._store = LoraStore(layout, pin=on_cuda)
+        self._arena = torch.zeros(
+            spec.max_slots * layout.slot_bytes // self.dtype.itemsize,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self._arena_bytes = self._arena.view(torch.uint8)
+        self._table = torch.zeros(
+            spec.num_slots, layout.num_entries, 4, dtype=torch.int32, device=self.device
+        )
+        self._sites = {
+            (site.target, site.layer): LoraSite(
+                weights=[self._arena],
+                table=self._table,
+                entry=site.entry,
+                in_features=site.local.in_features,
+                widths=list(site.local.out_slices),
+                max_rank=layout.max_rank,
+                backend=backend,
+            )
+            for site in layout.sites
+        }
+        scratch_widths: dict[int, int] = {}
+        for site in layout.sites:
+            grouping = site.local.row_grouping
+            width = site.local.num_slices * layout.max_rank
+            scratch_widths[grouping] = max(width, scratch_widths.get(grouping, 0))
+        self._fixed_rows = max_rows
+        self._plans = {
+            grouping: StepPlan(max_rows or 1, spec.num_slots, self.device, width)
+            for grouping, width in scratch_widths.items()
+        }
+        self._slots = [_Slot(i + 1) for i in range(spec.max_slots)]
+        self._slot_of: dict[Registration, _Slot] = {}
+        self._lock = threading.Lock()
+        self._clock = 0
+        self._copy_stream = torch.cuda.Stream(self.device) if on_cuda else None
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="loramux-prefetch")
+        self._counts = dict.fromkeys(("hits", "misses", "evictions", "copies", "copied_bytes"), 0)
+        self.current: LoraLease | None = None
+        self.active = False
+
+    @classmethod
+    def build(cls, spec: LoraSpec, **placement: Any) -> LoraPool:
+        """Build the pool that ``spec`` declares; ``placement`` as the constructor takes it."""
+        return cls(spec, **placement)
+
+    def site(self, target: str, layer: int) -> LoraSite:
+        """What the ops read of one target at one layer.
+
+        Raises:
+            KeyError: the spec has no such site.
+        """
+        return self._sites[target, layer]
+
+    def plan(self, row_grouping: int) -> StepPlan:
+        """The plan of a row grouping: one object for the pool's life, rewritten by each step."""
+        return self._plans[row_grouping]
+
+    @property
+    def counters(self) -> Mapping[str, Any]:
+        """hits, misses, evictions, copies, copied_bytes, load_seconds, and the names held."""
+        with self._lock:
+            return {
+                **self._counts,
+                "load_seconds": self._store.load_seconds,
+                "resident": [slot.holds.name for slot in self._slots if slot.holds],
+                "on_host": self._store.names,
+            }
+
+    def capture_key(self, step: LoraStep, key: Any) -> Any:
+        """``LoraBaseOnly(key)`` when no row of the step names an adapter, else ``key``."""
+        named = any(segment.adapter is not None for segment in step.segments or ())
+        return key if named else LoraBaseOnly(key)
+
+    def begin_step(self, step: LoraStep) -> LoraLease:
+        """Make the step's adapters resident, lease their slots and write its plans.
+
+        Raises:
+            UnknownAdapter: a segment names an adapter that the spec does not serve.
+            AdapterError: an adapter's file cannot be served.
+            PoolExhausted: more distinct adapters than slots, or too few slots that no other step
+                leases.
+            PlanMismatch: a segment length below 0 or not a multiple of a target's token_fold, or
+                more rows than ``max_rows``.
+            In each case the pool is as it was.
+        """
+        segments = step.segments or ()
+        rows = {grouping: _rows(segments, grouping) for grouping in self._plans}
+        self._make_room(rows)
+        names = dict.fromkeys(s.adapter for s in segments if s.adapter is not None and s.length > 0)
+        wanted = {name: self.spec.registration(name) for name in names}
+        slot_of = self._acquire(list(wanted.values()))
+        slots = [
+            0 if s.adapter is None or s.length == 0 else slot_of[wanted[s.adapter]].index
+            for s in segments
+        ]
+        scales = [s.scale for s in segments]
+        for grouping, plan in self._plans.items():
+            plan.update(slots, rows[grouping], scales)
+        if self._copy_stream is not None:
+            for slot in slot_of.values():
+                if slot.ready is not None:
+                    torch.cuda.current_stream(self.device).wait_event(slot.ready)
+        lease = LoraLease(self, list(slot_of.values()), base_only=not slot_of)
+        self.current, self.active = lease, bool(slot_of)
+        return lease
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Start making adapters resident ahead of the step that names them.
+
+        Only slots that no step leases are used; without one the adapter stops at the host.
+
+        Raises:
+            UnknownAdapter: a name that the spec does not serve.
+        """
+        for registration in [self.spec.registration(name) for name in names]:
+            self._loader.submit(self._prefetch, registration)
+
+    def unload(self, name: str) -> None:
+        """Free what ``name`` holds: its images now, a leased slot when its last lease ends."""
+        self._store.drop(name)
+        with self._lock:
+            for slot in self._slots:
+                if slot.holds is not None and slot.holds.name == name:
+                    del self._slot_of[slot.holds]
+                    if slot.leases == 0:
+                        slot.holds = None
+
+    def close(self) -> None:
+        self._loader.shutdown(wait=True, cancel_futures=True)
+        self._sites.clear()
+        self._slot_of.clear()
+        self._slots.clear()
+        self.current, self.active = None, False
+
+    def _make_room(self, rows: Mapping[int, list[int]]) -> None:
+        """Grow the plans to hold a step, or refuse it where their size is fixed."""
+        for grouping, counts in rows.items():
+            total = sum(counts)
+            if total <= self._plans[grouping].max_rows:
+                continue
+            if self._fixed_rows is not None:
+                raise PlanMismatch(
+                    f"the step has {total} rows, the pool's max_rows is {self._fixed_rows}: "
+                    "split the step or build the pool with more"
+                )
+            self._plans[grouping].reserve(1 << (total - 1).bit_length())
+
+    def _acquire(self, wanted: list[Registration]) -> dict[Registration, _Slot]:
+        """Lease a slot for every adapter, installing those that have none.
+
+        Images are read without the lock, so residency is looked at again after every read.
+        """
+        if len(wanted) > len(self._slots):
+            raise PoolExhausted(
+                f"the step names {len(wanted)} adapters, the pool has {len(self._slots)} slots: "
+                "split the step or raise max_slots"
+            )
+        images: dict[Registration, LoraImage] = {}
+        while True:
+            with self._lock:
+                missing = [r for r in wanted if r not in self._slot_of]
+                if all(r in images for r in missing):
+                    return self._install_all(wanted, missing, images)
+            for registration in missing:
+                if registration not in images:
+                    images[registration] = self._store.get(registration)
+
+    def _install_all(
+        self,
+        wanted: list[Registration],
+        missing: list[Registration],
+        images: Mapping[Registration, LoraImage],
+    ) -> dict[Registration, _Slot]:
+        resident = {self._slot_of[r].index for r in wanted if r in self._slot_of}
+        free = [s for s in self._slots if s.leases == 0 and s.index not in resident]
+        if len(free) < len(missing):
+            raise PoolExhausted(
+                f"{len(missing)} adapters need slots, {len(free)} of {len(self._slots)} are not "
+                "leased: release earlier steps first or raise max_slots"
+            )
+        free.sort(key=lambda slot: (slot.holds is not None, slot.used_at))
+        for registration, slot in zip(missing, free, strict=False):
+            self._install(registration, images[registration], slot)
+        self._counts["hits"] += len(wanted) - len(missing)
+        self._counts["misses"] += len(missing)
+        self._clock += 1
+        leased = {r: self._slot_of[r] for r in wanted}
+        for slot in leased.values():
+            slot.leases += 1
+            slot.used_at = self._clock
+        return leased
+
+    def _install(self, registration: Registration, image: LoraImage, slot: _Slot) -> None:
+        if slot.holds is not None:
+            self._counts["evictions"] += 1
+            self._slot_of.pop(slot.holds, None)
+        start = (slot.index - 1) * self._layout.slot_bytes
+        row = image.table_row(start // 128)
+        target = self._arena_bytes[start : start + image.data.numel()]
+        if self._copy_stream is None:
+            target.copy_(image.data)
+            self._table[slot.index].copy_(row)
+        else:
+            with torch.cuda.stream(self._copy_stream):
+                if slot.idle is not None:
+                    self._copy_stream.wait_event(slot.idle)
+                target.copy_(image.data, non_blocking=True)
+                self._table[slot.index].copy_(row.pin_memory(), non_blocking=True)
+                slot.ready = torch.cuda.Event()
+                slot.ready.record()
+        slot.holds = registration
+        self._slot_of[registration] = slot
+        self._counts["copies"] += 1
+        self._counts["copied_bytes"] += image.data.numel()
+
+    def _prefetch(self, registration: Registration) -> None:
+        try:
+            leased = self._acquire([registration])
+        except LoraError:
+            return  # the step that names it will say what is wrong
+        with self._lock:
+            self._unlease(list(leased.values()))
+
+    def _release(self, lease: LoraLease) -> None:
+        with self._lock:
+            if lease._released:
+                return
+            lease._released = True
+            idle = None
+            if self._copy_stream is not None and lease._slots:
+                idle = torch.cuda.Event()
+                idle.record(torch.cuda.current_stream(self.device))
+            for slot in lease._slots:
+                slot.idle = idle
+            self._unlease(lease._slots)
+            if self.current is lease:
+                self.current, self.active = None, False
+
+    def _unlease(self, slots: list[_Slot]) -> None:
+        for slot in slots:
+            slot.leases -= 1
+            if slot.leases == 0 and slot.holds is not None and slot.holds not in self._slot_of:
+                slot.holds = None  # it was unloaded while leased
+
+
+def _rows(segments: Iterable[Segment], grouping: int) -> list[int]:
+    """Rows that a linear of a row grouping sees of each segment."""
+    rows = []
+    for segment in segments:
+        if segment.length < 0 or (grouping > 1 and segment.length % grouping):
+            raise PlanMismatch(
+                f"a segment of {segment.length} tokens has no whole rows of {grouping or 1} tokens"
+            )
+        rows.append(min(segment.length, 1) if grouping == 0 else segment.length // grouping)
+    return rows

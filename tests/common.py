@@ -1,0 +1,44 @@
+"""Adapters written by hand, and the definition they are compared with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from loramux.checkpoint import LoraAdapter
+
+
+def save_adapter(
+    folder: Path, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], **config: Any
+) -> str:
+    """Write a PEFT directory: module name to (A [r, in], B [out, r]). Returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for module, (a, b) in pairs.items():
+        tensors[f"base_model.model.{module}.lora_A.weight"] = a.contiguous()
+        tensors[f"base_model.model.{module}.lora_B.weight"] = b.contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    rank = max((len(a) for a, _ in pairs.values()), default=1)
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    return str(folder)
+
+
+def random_pair(
+    rank: int, width_in: int, width_out: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed * 7919 + rank * 131 + width_in + width_out)
+    a = torch.randn(rank, width_in, generator=generator) / width_in**0.5
+    b = torch.randn(width_out, rank, generator=generator) / rank**0.5
+    return a.to(dtype), b.to(dtype)
+
+
+def delta(adapter: LoraAdapter, module: str, x: torch.Tensor) -> torch.Tensor:
+    """The float64 definition: ``scale * (x @ A^T) @ B^T``."""
+    lora = adapter.modules[module]
+    return lora.scale * (x.double() @ lora.a.double().T) @ lora.b.double().T

@@ -1,0 +1,364 @@
+// The CUDA kernels against the definition; run them under compute-sanitizer too.
+#include <climits>
+#include <functional>
+#include <iterator>
+#include <random>
+#include <utility>
+
+#include "cuda_problem.cuh"
+
+namespace loramux {
+namespace {
+
+class CudaTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no CUDA device";
+  }
+};
+
+template <typename T>
+class CudaKernels : public CudaTest {};
+using Types = testing::Types<float, __half, __nv_bfloat16>;
+TYPED_TEST_SUITE(CudaKernels, Types);
+
+struct Case {
+  Shape shape;
+  int64_t rows;
+  std::vector<int32_t> slots;
+};
+
+TYPED_TEST(CudaKernels, ShrinkExpandAndApplyMatchTheDefinition) {
+  const std::vector<Case> cases = {
+      // in, widths, ranks, max_rank, pad; rows, slots
+      {{64, {40}, {8}, 8, 0}, 8, {1}},
+      {{1, {1}, {1}, 1, 0}, 3, {1, 0, 2}},
+      {{7, {33, 1}, {24, 0, 8}, 24, 1}, 8, {1}},
+      {{33, {7, 33}, {8, 1}, 8, 3}, 9, {1, 2, 3, 0}},
+      {{4095, {33}, {129, 8}, 129, 1}, 9, {1, 2}},
+      {{4104, {300, 7}, {264, 24}, 264, 8}, 9, {2, 1, 1}},
+      {{72, {520}, {24, 1}, 24, 8}, 64, {1}},
+      {{72, {520, 8}, {24, 7}, 24, 8}, 65, {1, 0}},
+      {{40, {16, 16, 8}, {16, 8, 0}, 16, 0, Kind::stacked}, 65, {1, 2, 3}},
+      {{40, {24}, {5, 24}, 24, 0, Kind::stacked}, 130, {3}},
+      {{2056, {24}, {8}, 8, 0}, 65, {2}},
+      {{36, {8}, {12}, 12, 0}, 1, {0}},
+      {{36, {8}, {12}, 12, 0}, 1, {3}},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(testing::Message() << "in " << c.shape.in_features << ", rows " << c.rows);
+    Problem<TypeParam> problem(c.shape, c.rows);
+    problem.set_plan(c.slots);
+    const ApplyArgs args = problem.args();
+    const std::vector<TypeParam> want_y = problem.want_y();
+    EXPECT_CUDA(shrink_cuda(args.shrink, stream()));
+    expect_same_bits(problem.h.read(), problem.want_h());
+    expect_same_bits(problem.y.read(), problem.y_before);
+    EXPECT_CUDA(expand_cuda(args.expand, stream()));
+    expect_same_bits(problem.y.read(), want_y);
+    problem.reset();
+    EXPECT_CUDA(apply_cuda(args, stream()));
+    expect_same_bits(problem.y.read(), want_y);
+  }
+}
+
+TYPED_TEST(CudaKernels, EmbeddingMatchesTheDefinitionAndUnknownIdsTouchNothing) {
+  for (const auto& [rows, slots] :
+       {std::pair<int64_t, std::vector<int32_t>>{9, {1, 2, 0}}, {65, {1}}, {70, {1, 0}}}) {
+    Problem<TypeParam> problem({100, {300, 5}, {24, 129, 0, 1}, 129, 3, Kind::embedding}, rows);
+    problem.set_plan(slots);
+    std::vector<int64_t>& ids = problem.ids;
+    for (int64_t i = 0; i < rows; ++i) ids[i] = i * 37 % 100;
+    ids[0] = 99;
+    ids[1] = 100;
+    ids[3] = -1;
+    ids[4] = INT32_MIN;
+    ids[7] = INT32_MAX;
+    Buffer<int32_t> ids32({ids.begin(), ids.end()});
+    EXPECT_CUDA(embedding_cuda(problem.embedding_args(ids32.data(), false), stream()));
+    expect_same_bits(problem.y.read(), problem.want_y());
+    ids[4] = INT64_MIN;
+    ids[6] = int64_t{1} << 32;
+    Buffer<int64_t> ids64(ids);
+    problem.reset();
+    EXPECT_CUDA(embedding_cuda(problem.embedding_args(ids64.data(), true), stream()));
+    expect_same_bits(problem.y.read(), problem.want_y());
+  }
+}
+
+constexpr int64_t kRowsOfBits = 65;
+
+// y of every row under slot 1 in a tile of this kind. The plans are of kRowsOfBits rows: all of slot 1, or a
+// third.
+template <typename T>
+std::vector<std::vector<T>> rows_in_tiles(const Shape& shape, TileKind kind) {
+  const std::vector<std::vector<int32_t>> plans =
+      kind == TileKind::prefill ? std::vector<std::vector<int32_t>>{{1}}
+                                : std::vector<std::vector<int32_t>>{{1, 2, 3}, {3, 1, 2}, {2, 3, 1}};
+  std::vector<std::vector<T>> rows(kRowsOfBits);
+  for (const std::vector<int32_t>& slots : plans) {
+    Problem<T> problem(shape, kRowsOfBits);
+    problem.set_plan(slots);
+    EXPECT_CUDA(apply_cuda(problem.args(), stream()));
+    const std::vector<T> y = problem.y.read();
+    for (int64_t row = 0; row < kRowsOfBits; ++row) {
+      const auto at = y.begin() + row * problem.y_stride + shape.pad;
+      if (problem.segments[row].slot == 1) rows[row].assign(at, at + shape.width());
+    }
+  }
+  return rows;
+}
+
+// Tiles contiguous and gathered, full and not, next to others and alone, aligned (pad 0) and not. Where the
+// portable kernels serve, the kind of tile does not matter either.
+TYPED_TEST(CudaKernels, BitsOfARowDependOnNothingElse) {
+  Shape shape{4104, {304}, {136, 24}, 136, 0};
+  shape.exact = false;
+  for (const int64_t pad : {0, 1}) {
+    shape.pad = pad;
+    const auto decode = rows_in_tiles<TypeParam>(shape, TileKind::decode);
+    const auto prefill = rows_in_tiles<TypeParam>(shape, TileKind::prefill);
+    const bool is_portable =
+        is_portable_forced() || !shrink_decode_serves(Problem<TypeParam>(shape, 1).args().shrink);
+    EXPECT_EQ(is_portable, is_portable_forced() || pad != 0 || sizeof(TypeParam) == 4);
+    for (int64_t row = 0; row < kRowsOfBits && is_portable; ++row)
+      expect_same_bits(decode[row], prefill[row]);
+    for (const int64_t rows : {int64_t{1}, kRowsOfBits}) {
+      for (const std::vector<int32_t>& slots : std::vector<std::vector<int32_t>>{
+               {1}, {1, 0}, {1, 2}, {0, 0, 1}, {2, 1, 1, 3, 0}, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1}}) {
+        Problem<TypeParam> problem(shape, rows);
+        problem.set_plan(slots);
+        EXPECT_CUDA(apply_cuda(problem.args(), stream()));
+        const std::vector<TypeParam> got = problem.y.read();
+        const auto is_ours = [](const PlanSegment& segment) { return segment.slot == 1; };
+        const bool in_prefill =
+            std::count_if(problem.segments.begin(), problem.segments.end(), is_ours) > kMaxDecodeRowsOfSlot;
+        for (int64_t row = 0; row < rows; ++row) {
+          if (problem.segments[row].slot != 1) continue;
+          const auto at = got.begin() + row * problem.y_stride + pad;
+          expect_same_bits(std::vector<TypeParam>(at, at + shape.width()),
+                           (in_prefill ? prefill : decode)[row]);
+        }
+      }
+    }
+  }
+}
+
+TYPED_TEST(CudaKernels, DamagedPlansAndTablesTouchNothing) {
+  const Shape shape{40, {24}, {8}, 8, 0};
+  using Words = std::vector<int32_t>;
+  const auto check = [&](const char* what, int64_t value, int64_t rows, const std::vector<int32_t>& slots,
+                         const std::function<void(Words&, SlotEntry&)>& damage) {
+    SCOPED_TRACE(testing::Message() << what << " = " << value << " in a plan of " << rows << " rows");
+    Problem<TypeParam> problem(shape, rows);
+    problem.set_plan(slots);
+    Words words = problem.plan.read();
+    std::vector<SlotEntry> table = problem.table.read();
+    damage(words, table[problem.site.num_entries + problem.site.entry]);
+    problem.plan.write(words);
+    problem.table.write(table);
+    EXPECT_CUDA(apply_cuda(problem.args(), stream()));
+    expect_same_bits(problem.y.read(), problem.y_before);
+    expect_same_bits(problem.h.read(), problem.h_before);
+  };
+  // Eight rows of slot 1: a contiguous decode tile. Forty: a prefill tile. Every other row of eight: a
+  // gathered tile.
+  constexpr int kSlot = 0, kFirst = 1, kCount = 2;
+  const auto decode = [](Words& words, int word) -> int32_t& { return words[4 + word]; };
+  const auto prefill = [](Words& words, int word) -> int32_t& { return words[words.size() - 4 + word]; };
+  for (const int32_t v : {0, -1, INT32_MIN}) {
+    check("decode tiles", v, 8, {1}, [v](Words& words, SlotEntry&) { words[0] = v; });
+    check("prefill tiles", v, 40, {1}, [v](Words& words, SlotEntry&) { words[1] = v; });
+  }
+  for (const int32_t v : {0, -1, kSlots, INT32_MIN, INT32_MAX}) {
+    check("slot", v, 8, {1}, [&](Words& words, SlotEntry&) { decode(words, kSlot) = v; });
+    check("slot", v, 40, {1}, [&](Words& words, SlotEntry&) { prefill(words, kSlot) = v; });
+  }
+  for (const int32_t v : {40, -64, INT32_MIN, INT32_MAX}) {
+    check("first row", v, 8, {1}, [&](Words& words, SlotEntry&) { decode(words, kFirst) = v; });
+    check("first row", v, 40, {1}, [&](Words& words, SlotEntry&) { prefill(words, kFirst) = v; });
+  }
+  for (const int32_t v : {-64, 9, 1 << 20, INT32_MIN, INT32_MAX}) {
+    check("list", v, 8, {1, 0}, [&](Words& words, SlotEntry&) { decode(words, kFirst) = v; });
+  }
+  check("count", 0, 8, {1}, [&](Words& words, SlotEntry&) { decode(words, kCount) = 0; });
+  check("count", 0, 40, {1}, [&](Words& words, SlotEntry&) { prefill(words, kCount) = 0; });
+  for (const int32_t v : {-1, 9, INT32_MIN, INT32_MAX}) {
+    check("rank", v, 8, {1}, [v](Words&, SlotEntry& entry) { entry.rank = v; });
+  }
+  const uint32_t last_unit = Problem<TypeParam>(shape, 8).site.weights.a_bytes[0] / kBlockAlign - 1;
+  for (const uint32_t v : {last_unit, UINT32_MAX}) {
+    check("A", v, 8, {1}, [v](Words&, SlotEntry& entry) { entry.a = v; });
+    check("B", v, 8, {1}, [v](Words&, SlotEntry& entry) { entry.b = v; });
+  }
+}
+
+TYPED_TEST(CudaKernels, TilesOutsideTheCapacityAreNotRead) {
+  Problem<TypeParam> problem({40, {24}, {8}, 8, 0}, 130);
+  ApplyArgs args = problem.args();
+  args.shrink.plan.capacity = args.expand.plan.capacity = 8;  // the header and one tile
+  std::vector<int32_t> words(problem.plan.size());
+  const Tile tiles[] = {{1, 0, 1, 1.f}, {2, 1, 1, 1.f}, {3, 2, 1, 1.f}};
+  words[0] = INT32_MAX;
+  std::memcpy(&words[4], tiles, sizeof tiles);
+  problem.plan.write(words);
+  problem.segments.assign(problem.rows, {0, 1, 1.f});
+  problem.segments[0].slot = 1;
+  EXPECT_CUDA(apply_cuda(args, stream()));
+  expect_same_bits(problem.y.read(), problem.want_y());
+  // As a tile the header would be of slot 1: rows 2 to 41, behind an empty tile in word 4.
+  words.assign(words.size(), 0);
+  words[0] = 1;
+  words[1] = 2;
+  words[2] = 40;
+  problem.plan.write(words);
+  problem.reset();
+  EXPECT_CUDA(apply_cuda(args, stream()));
+  expect_same_bits(problem.h.read(), problem.h_before);
+}
+
+TYPED_TEST(CudaKernels, RandomPlansAndTablesStayInsideTheTensors) {
+  std::mt19937 random(7);
+  for (const Kind kind : {Kind::linear, Kind::stacked, Kind::embedding}) {
+    Problem<TypeParam> problem({40, {24, 300}, {8, 16}, 16, 3, kind}, 70);
+    problem.set_plan({1});
+    const auto any_word = [&]() -> int32_t {
+      const int32_t edges[] = {INT32_MIN, INT32_MAX, -64, -9, -8, -1, 0, 1, 2, 3, 8, 9, 64, 65};
+      const uint32_t die = random();
+      return die % 3 == 0 ? edges[die / 3 % std::size(edges)]
+                          : static_cast<int32_t>(die / 3 % problem.plan.size());
+    };
+    for (int round = 0; round < 40; ++round) {
+      std::vector<int32_t> words(problem.plan.size());
+      std::generate(words.begin(), words.end(), any_word);
+      words[0] = any_word() % 16;
+      for (size_t i = 4; i < words.size(); i += 4) words[i] = any_word() % (kSlots + 1);
+      std::vector<SlotEntry> table(problem.table.size());
+      for (SlotEntry& entry : table) {
+        entry = {static_cast<uint32_t>(any_word()), static_cast<uint32_t>(any_word()), any_word() % 20, 1.f};
+      }
+      std::vector<int32_t> ids(problem.rows);
+      std::generate(ids.begin(), ids.end(), any_word);
+      problem.plan.write(words);
+      problem.table.write(table);
+      Buffer<int32_t> ids_buffer(ids);
+      if (kind == Kind::embedding) {
+        EXPECT_CUDA(embedding_cuda(problem.embedding_args(ids_buffer.data(), false), stream()));
+      } else {
+        EXPECT_CUDA(apply_cuda(problem.args(), stream()));
+      }
+      problem.h.read();
+      const std::vector<TypeParam> y = problem.y.read();
+      for (int64_t row = 0; row < problem.rows; ++row) {
+        const int64_t at = row * problem.y_stride;
+        ASSERT_EQ(std::memcmp(&y[at], &problem.y_before[at], problem.shape.pad * sizeof(TypeParam)), 0);
+      }
+    }
+  }
+}
+
+TEST_F(CudaTest, AGraphReplaysWithTheContentOfItsPlan) {
+  Problem<__nv_bfloat16> problem({72, {520, 8}, {24, 7}, 24, 8}, 65);
+  problem.set_plan({1});
+  EXPECT_CUDA(apply_cuda(problem.args(), stream()));
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t replay = nullptr;
+  ASSERT_EQ(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeGlobal), cudaSuccess);
+  EXPECT_CUDA(apply_cuda(problem.args(), stream()));
+  ASSERT_EQ(cudaStreamEndCapture(stream(), &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&replay, graph, 0), cudaSuccess);
+  for (const std::vector<int32_t>& slots :
+       std::vector<std::vector<int32_t>>{{0}, {2}, {1, 2, 3, 0}, {3, 0}, {0}}) {
+    problem.set_plan(slots);
+    problem.reset();
+    EXPECT_CUDA(cudaGraphLaunch(replay, stream()));
+    expect_same_bits(problem.h.read(), problem.want_h());
+    expect_same_bits(problem.y.read(), problem.want_y());
+  }
+  EXPECT_CUDA(cudaGraphExecDestroy(replay));
+  EXPECT_CUDA(cudaGraphDestroy(graph));
+}
+
+TEST_F(CudaTest, ZeroRowsLaunchNothing) {
+  Problem<float> problem({8, {8}, {8}, 8, 0}, 8);
+  ApplyArgs args = problem.args();
+  EmbeddingArgs embedding = problem.embedding_args(nullptr, false);
+  args.shrink.rows = args.expand.rows = embedding.rows = 0;
+  cudaGraph_t graph = nullptr;
+  size_t nodes = 1;
+  ASSERT_EQ(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeGlobal), cudaSuccess);
+  EXPECT_CUDA(apply_cuda(args, stream()));
+  EXPECT_CUDA(embedding_cuda(embedding, stream()));
+  ASSERT_EQ(cudaStreamEndCapture(stream(), &graph), cudaSuccess);
+  EXPECT_CUDA(cudaGraphGetNodes(graph, nullptr, &nodes));
+  EXPECT_EQ(nodes, 0u);
+  EXPECT_CUDA(cudaGraphDestroy(graph));
+}
+
+TEST_F(CudaTest, LaunchErrorsAreReturned) {
+  Problem<float> problem({8, {8}, {8}, 8, 0}, 8);
+  problem.set_plan({1});
+  ApplyArgs args = problem.args();
+  args.shrink.site.num_slices = 1 << 16;  // more than a grid can have
+  const int error = apply_cuda(args, stream());
+  EXPECT_NE(error, cudaSuccess);
+  EXPECT_STRNE(cuda_error_string(error), cuda_error_string(cudaSuccess));
+  EXPECT_CUDA(apply_cuda(problem.args(), stream()));
+  expect_same_bits(problem.y.read(), problem.want_y());
+}
+
+TEST_F(CudaTest, RowsMayExceedOneGrid) {
+  Problem<__nv_bfloat16> problem({1, {1}, {8}, 8, 0}, 8 * 65535 + 1);
+  problem.set_plan({1});
+  EXPECT_CUDA(apply_cuda(problem.args(), stream()));
+  expect_same_bits(problem.h.read(), problem.want_h());
+  expect_same_bits(problem.y.read(), problem.want_y());
+}
+
+// Everything of the second row, and the weights, lies past 4 GiB of one allocation.
+TEST_F(CudaTest, OffsetsAreSixtyFourBitsWide) {
+  using T = __nv_bfloat16;
+  constexpr int64_t kStride = (int64_t{1} << 31) + 64;  // elements
+  constexpr int64_t kX = 0, kY = 64, kA = kStride + 128, kB = kA + 64;
+  T* memory = nullptr;
+  if (cudaMalloc(&memory, (kStride + 1024) * sizeof(T)) != cudaSuccess) {
+    cudaGetLastError();
+    GTEST_SKIP() << "no room for 4 GiB";
+  }
+  const auto fill = [&](int64_t at, int64_t count, float value) {
+    const std::vector<T> values(count, static_cast<T>(value));
+    EXPECT_CUDA(
+        cudaMemcpyAsync(memory + at, values.data(), count * sizeof(T), cudaMemcpyHostToDevice, stream()));
+  };
+  fill(kX, 8, 1);
+  fill(kX + kStride, 8, 2);
+  fill(kY, 8, 0);
+  fill(kY + kStride, 8, 0);
+  fill(kA, 64, 1);
+  fill(kB, 64, 1);
+  Problem<T> problem({8, {8}, {8}, 8, 0}, 2);
+  problem.set_plan({1});
+  std::vector<SlotEntry> table = problem.table.read();
+  table[problem.site.num_entries + 1] = {kA * sizeof(T) / kBlockAlign, kB * sizeof(T) / kBlockAlign, 8, 1.f};
+  problem.table.write(table);
+  ApplyArgs args = problem.args();
+  Weights& weights = args.shrink.site.weights;
+  weights.a[0] = weights.b[0] = reinterpret_cast<const std::byte*>(memory);
+  weights.a_bytes[0] = weights.b_bytes[0] = (kStride + 1024) * sizeof(T);
+  args.expand.site = args.shrink.site;
+  args.shrink.x = memory + kX;
+  args.expand.y = memory + kY;
+  args.shrink.x_stride = args.expand.y_stride = kStride;
+  EXPECT_CUDA(apply_cuda(args, stream()));
+  EXPECT_CUDA(cudaStreamSynchronize(stream()));
+  for (const int64_t row : {0, 1}) {
+    std::vector<T> got(8);
+    EXPECT_CUDA(cudaMemcpy(got.data(), memory + kY + row * kStride, sizeof(T) * 8, cudaMemcpyDeviceToHost));
+    expect_same_bits(got, std::vector<T>(8, static_cast<T>(0.5f * 64 * (1 + row))));
+  }
+  EXPECT_CUDA(cudaFree(memory));
+}
+
+}  // namespace
+}  // namespace loramux

@@ -1,0 +1,303 @@
+"""The operators: their contract with torch, and their values against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loramux import LoraSite, PlanMismatch, SpecError, StepPlan
+from loramux.ops import lora_apply_, lora_embedding_, lora_expand_, lora_shrink
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SLOTS = [1, 0, 2, 1, 3, 0, 2, 2]  # one adapter's rows are apart, base rows between
+
+
+def stacked_site(width, widths, rank, dtype, device="cpu", slots=3, embedding=False, **options):
+    """A site over random stacked tensors whose slots have different true ranks and scales."""
+    generator = torch.Generator().manual_seed(width * 31 + rank)
+
+    def make(*shape, fan):
+        return (torch.randn(shape, generator=generator) / fan**0.5).to(device, dtype)
+
+    shape = (slots, width, rank) if embedding else (slots, rank, width)
+    return LoraSite.stacked(
+        [make(*shape, fan=1 if embedding else width) for _ in widths],
+        [make(slots, out, rank, fan=rank) for out in widths],
+        ranks=[max(rank - i, 1) for i in range(slots)],
+        scales=[0.5 + i for i in range(slots)],
+        embedding=embedding,
+        **options,
+    )
+
+
+def operands(rows, width, site, dtype, device="cpu"):
+    generator = torch.Generator().manual_seed(rows * 17 + width)
+    x = torch.randn(rows, width, generator=generator).to(device, dtype)
+    y = torch.randn(rows, sum(site.widths), generator=generator).to(device, dtype)
+    return x, y
+
+
+def defined(y, x, site, slots, dtype=torch.float64, embedding=False):
+    """The definition, row by row, computed in ``dtype``."""
+    out = y.to(dtype)
+    for i, slot in enumerate(slots):
+        for part in site.slices(slot, embedding=embedding) if slot else ():
+            a, b = part.a.to(dtype), part.b.to(dtype)
+            hidden = a[x[i]] if embedding else x[i].to(dtype) @ a.T
+            out[i, part.columns] += part.scale * (hidden @ b.T)
+    return out
+
+
+def assert_accurate(got, y, x, site, slots, embedding=False):
+    """At most twice the error of the same expression in torch at this dtype; base rows untouched.
+
+    The floor under the bound, a rounding of the result, is for where torch happens to be exact.
+    """
+    want = defined(y, x, site, slots, embedding=embedding)
+    torch_error = (defined(y, x, site, slots, y.dtype, embedding).double() - want).norm()
+    rounding = torch.finfo(y.dtype).eps * want.norm() / 2
+    assert (got.double() - want).norm() <= max(2 * torch_error, rounding)
+    base = [i for i, slot in enumerate(slots) if slot == 0]
+    assert torch.equal(got[base], y[base])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rank", [1, 8, 24, 64])
+@pytest.mark.parametrize(
+    ("width", "widths"), [(64, [64]), (40, [48, 8, 8]), (256, [8, 264]), (4096, [1024])]
+)
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_apply_is_the_definition(width, widths, rank, dtype, device, backend):
+    site = stacked_site(width, widths, rank, dtype, device, backend=backend)
+    x, y = operands(len(SLOTS), width, site, dtype, device)
+    plan = StepPlan.for_rows(SLOTS, site.num_slots, device)
+    got = lora_apply_(y.clone(), x, site, plan)
+    assert_accurate(got, y, x, site, SLOTS)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("vocab", [8, 40960])
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_embedding_is_the_definition(vocab, ids_dtype, dtype, device, backend):
+    site = stacked_site(vocab, [48], 8, dtype, device, embedding=True, backend=backend)
+    ids = torch.arange(len(SLOTS)) * 5 % vocab
+    ids[3] = vocab - 1
+    _, y = operands(len(SLOTS), vocab, site, dtype, device)
+    plan = StepPlan.for_rows(SLOTS, site.num_slots, device)
+    got = lora_embedding_(y.clone(), ids.to(device, ids_dtype), site, plan)
+    assert_accurate(got, y, ids, site, SLOTS, embedding=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 33, 64, 65, 200])
+def test_rows_of_one_adapter_give_the_same_bits_alone_and_in_any_company(rows, device):
+    site = stacked_site(96, [64, 32], 16, torch.bfloat16, device)
+    x, y = operands(rows, 96, site, torch.bfloat16, device)
+    plan = StepPlan.for_rows([2] * rows, site.num_slots, device)
+    together = lora_apply_(y.clone(), x, site, plan)
+    single = StepPlan.for_rows([2], site.num_slots, device)
+    for i in {0, rows // 2, rows - 1}:
+        alone = lora_apply_(y[i : i + 1].clone(), x[i : i + 1], site, single)
+        assert torch.equal(alone[0], together[i])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_shrink_then_expand_is_apply_bit_for_bit(device):
+    site = stacked_site(128, [64, 64], 16, torch.bfloat16, device)
+    x, y = operands(len(SLOTS), 128, site, torch.bfloat16, device)
+    plan = StepPlan.for_rows(SLOTS, site.num_slots, device)
+    h = lora_shrink(x, site, plan)
+    assert h.shape == (len(SLOTS), 2, 16)
+    assert torch.equal(
+        lora_expand_(y.clone(), h, site, plan), lora_apply_(y.clone(), x, site, plan)
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_strided_rows_and_a_column_slice_of_y(device, backend):
+    site = stacked_site(64, [48], 8, torch.float32, device, backend=backend)
+    x, y = operands(len(SLOTS), 64, site, torch.float32, device)
+    wide_x = torch.full((len(SLOTS), 100), float("nan"), device=device)
+    wide_y = torch.full((len(SLOTS), 90), float("nan"), device=device)
+    wide_x[:, 3:67], wide_y[:, 5:53] = x, y
+    plan = StepPlan.for_rows(SLOTS, site.num_slots, device)
+    lora_apply_(wide_y[:, 5:53], wide_x[:, 3:67], site, plan)
+    assert_accurate(wide_y[:, 5:53], y, x, site, SLOTS)
+    assert wide_y[:, :5].isnan().all()
+    assert wide_y[:, 53:].isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_C031_ranks_5_and_8_in_one_batch(device):
+    a = [torch.randn(2, 8, 32, device=device)]
+    b = [torch.randn(2, 32, 8, device=device)]
+    a[0][0, 5:], b[0][0, :, 5:] = float("nan"), float("nan")  # past slot 1's true rank of 5
+    site = LoraSite.stacked(a, b, ranks=[5, 8])
+    x, y = operands(4, 32, site, torch.float32, device)
+    plan = StepPlan.for_rows([1, 2, 1, 2], site.num_slots, device)
+    assert_accurate(lora_apply_(y.clone(), x, site, plan), y, x, site, [1, 2, 1, 2])
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 5, 7, 9, 24, 100])
+def test_C032_C034_every_rank_is_served(rank):
+    # a slot of an odd rank is no multiple of 16 bytes in float32 unless its width makes it one
+    site = stacked_site(48, [64], rank, torch.float32)
+    x, y = operands(3, 48, site, torch.float32)
+    plan = StepPlan.for_rows([1, 2, 3], site.num_slots)
+    assert_accurate(lora_apply_(y.clone(), x, site, plan), y, x, site, [1, 2, 3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_C044_no_dtype_is_a_silent_no_op(dtype):
+    site = stacked_site(64, [64], 8, dtype)
+    x, y = operands(1, 64, site, dtype)
+    got = lora_apply_(y.clone(), x, site, StepPlan.for_rows([1], site.num_slots))
+    assert (got != y).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_C080_a_batch_without_adapters_touches_nothing(rows):
+    site = stacked_site(64, [64], 8, torch.float32)
+    x, y = operands(rows, 64, site, torch.float32)
+    plan = StepPlan.for_rows([0] * rows, site.num_slots)
+    assert plan.base_only
+    assert torch.equal(lora_apply_(y.clone(), x, site, plan), y)
+
+
+class TestTorchContract:
+    def calls(self, device):
+        site = stacked_site(64, [32, 16], 8, torch.float32, device)
+        tokens = stacked_site(50, [48], 8, torch.float32, device, embedding=True)
+        x, y = operands(len(SLOTS), 64, site, torch.float32, device)
+        plan = StepPlan.for_rows(SLOTS, site.num_slots, device).buffer
+        h = torch.zeros(len(SLOTS), 2, 8, device=device)
+        ids = torch.arange(len(SLOTS), device=device)
+        ops = torch.ops.loramux
+        where = (site.weights, site.table, plan, 0)
+        yield ops.lora_shrink, (h, x, *where)
+        yield ops.lora_expand_, (y, h, *where, site.widths)
+        yield ops.lora_apply_, (y, h.flatten(), x, *where, site.widths, 8)
+        where = (tokens.weights, tokens.table, plan, 0)
+        yield ops.lora_embedding_, (y, ids, *where, tokens.widths, 50, 8)
+
+    @pytest.mark.parametrize("device", DEVICES)
+    def test_opcheck(self, device):
+        for op, arguments in self.calls(device):
+            torch.library.opcheck(op, arguments)
+
+    @pytest.mark.parametrize("device", DEVICES)
+    def test_compile_sees_one_opaque_node(self, device):
+        site = stacked_site(64, [64], 8, torch.float32, device)
+        x, _ = operands(len(SLOTS), 64, site, torch.float32, device)
+        plan = StepPlan.for_rows(SLOTS, site.num_slots, device)
+        graphs = []
+
+        def record(module, _):
+            graphs.append(module)
+            return module
+
+        def layer(x):
+            return lora_apply_(x * 2, x + 1, site, plan) + 1
+
+        want = layer(x)
+        assert torch.equal(torch.compile(layer, backend=record, fullgraph=True)(x), want)
+        called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+        assert called.count(torch.ops.loramux.lora_apply_.default) == 1
+        torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), want)
+
+    def test_a_compiled_layer_follows_the_plan_in_its_buffer(self):
+        site = stacked_site(64, [64], 8, torch.float32)
+        x, y = operands(4, 64, site, torch.float32)
+        plan = StepPlan(4, site.num_slots)
+        compiled = torch.compile(lambda y, x: lora_apply_(y.clone(), x, site, plan), fullgraph=True)
+        for slots in ([1, 0, 2, 1], [0, 3, 3, 0], [0, 0, 0, 0]):
+            plan.update(slots, [1] * 4, [1.0] * 4)
+            assert_accurate(compiled(y, x), y, x, site, slots)
+
+
+class TestRefusals:
+    """Nothing is written, and the text has both numbers."""
+
+    @pytest.fixture
+    def call(self):
+        site = stacked_site(64, [48], 8, torch.float32)
+        x, y = operands(4, 64, site, torch.float32)
+        return y, x, site, StepPlan.for_rows([1, 0, 2, 3], site.num_slots)
+
+    def test_C122_a_plan_for_other_rows(self, call):
+        y, x, site, plan = call
+        before = y.clone()
+        with pytest.raises(PlanMismatch, match="got 3 rows, the plan is for 4"):
+            lora_apply_(y[:3], x[:3], site, plan)
+        with pytest.raises(RuntimeError, match="the plan is for 4 rows, the call has 3"):
+            torch.ops.loramux.lora_apply_(
+                y[:3], torch.zeros(24), x[:3], site.weights, site.table, plan.buffer, 0, [48], 8
+            )  # fmt: skip
+        assert torch.equal(y, before)
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (lambda y, x: (y[:, :40], x), "y has 40 columns, the site's slices 48"),
+            (lambda y, x: (y.double(), x), "y must be float32, float16 or bfloat16"),
+            (lambda y, x: (y.bfloat16(), x), "y has another dtype than the weights"),
+            (lambda y, x: (y, x.half()), "x has another dtype than the weights"),
+            (lambda y, x: (y, x.T.contiguous().T), "x must have unit column stride, has 4"),
+            (lambda y, x: (y[:2], x), "y has 2 rows, the input 4"),
+            (lambda y, x: (y[:1].expand(4, -1), x), "rows of y overlap: stride 0 for 48 columns"),
+            (lambda y, x: (y, x[0]), "x has 1 dimensions"),
+        ],
+    )
+    def test_operands_that_do_not_fit(self, call, change, said):
+        y, x, site, plan = call
+        before = y.clone()
+        y_bad, x_bad = change(y, x)
+        if x_bad.dim() == 1:
+            plan = StepPlan.for_rows([1] * 64, site.num_slots)
+        with pytest.raises(RuntimeError) as error:
+            lora_apply_(y_bad, x_bad, site, plan)
+        assert said in str(error.value)
+        assert torch.equal(y, before)
+
+    def test_a_table_that_does_not_reach_the_entries(self, call):
+        y, x, site, plan = call
+        with pytest.raises(RuntimeError, match="entries 5 to 5 are not among the table's 1"):
+            torch.ops.loramux.lora_shrink(
+                torch.zeros(4, 1, 8), x, site.weights, site.table, plan.buffer, 5
+            )
+
+    @pytest.mark.parametrize("token", [50, -2, 2**31])
+    def test_C052_a_token_outside_the_vocabulary(self, token):
+        site = stacked_site(50, [48], 8, torch.float32, embedding=True)
+        y = torch.zeros(2, 48)
+        plan = StepPlan.for_rows([1, 1], site.num_slots)
+        with pytest.raises(RuntimeError, match=f"token id {token} at row 1 is outside .* 50"):
+            lora_embedding_(y, torch.tensor([3, token]), site, plan)
+        assert not y.any()
+
+    def test_C052_minus_one_is_another_ranks_token(self):
+        site = stacked_site(50, [48], 8, torch.float32, embedding=True)
+        y = torch.zeros(2, 48)
+        plan = StepPlan.for_rows([1, 1], site.num_slots)
+        lora_embedding_(y, torch.tensor([-1, 3]), site, plan)
+        assert not y[0].any()
+        assert y[1].any()
+
+    def test_a_slot_past_the_table(self):
+        with pytest.raises(PlanMismatch, match="is 5, and there are 4 slots"):
+            StepPlan.for_rows([1, 5], 4)
+
+    def test_stacked_tensors_that_disagree(self):
+        a, b = torch.zeros(2, 8, 64), torch.zeros(2, 48, 8)
+        for bad_a, bad_b in [([a], [b[:1]]), ([a, a[:, :4]], [b, b]), ([a], []), ([a.mT], [b])]:
+            with pytest.raises(SpecError):
+                LoraSite.stacked(bad_a, bad_b)
+        with pytest.raises(SpecError, match="slot 1 has rank 9; the tensors hold 0 to 8"):
+            LoraSite.stacked([a], [b], ranks=[8, 9])
+        with pytest.raises(SpecError, match="takes 28 bytes, no multiple of 16"):
+            LoraSite.stacked([torch.zeros(2, 1, 7)], [torch.zeros(2, 8, 1)])

@@ -1,0 +1,303 @@
+"""Slots, leases and plans: what is resident, what is evicted, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from common import random_pair, save_adapter
+from loramux import LoraPool, LoraSpec, LoraStep, LoraTarget, Segment, lora_apply_
+from loramux.config import LoraBaseOnly, LoraModuleRef
+from loramux.errors import AdapterError, PlanMismatch, PoolExhausted, UnknownAdapter
+
+WIDTH = 32
+TARGETS = {"q": LoraTarget(WIDTH, (WIDTH,)), "v": LoraTarget(WIDTH, (WIDTH,))}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def serve(tmp_path, device):
+    """A pool over one layer of q and v; adapters are given as name -> modules, all of rank 4."""
+    pools = []
+
+    def make(adapters, **fields):
+        spec = LoraSpec(
+            "lora",
+            {"n"},
+            1,
+            TARGETS,
+            lambda name: LoraModuleRef(name, 0) if name in TARGETS else None,
+            adapters={name: write(tmp_path, name, modules) for name, modules in adapters.items()},
+            **{"max_slots": 2, "max_rank": 8, **fields},
+        )
+        pools.append(LoraPool.build(spec, device=device))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def write(folder, name, modules="qv", seed=None):
+    seed = sum(map(ord, name)) if seed is None else seed
+    pairs = {module: random_pair(4, WIDTH, WIDTH, seed + ord(module)) for module in modules}
+    return save_adapter(folder / name, pairs)
+
+
+def run(pool, *adapters, target="q"):
+    """One row per name, each an identity input: returns the deltas [rows, WIDTH]."""
+    step = LoraStep(tuple(Segment(name, 1) for name in adapters))
+    with pool.begin_step(step) as lease:
+        return deltas(pool, lease, len(adapters), target)
+
+
+def deltas(pool, lease, rows, target="q"):
+    x = torch.ones(rows, WIDTH, device=pool.device)
+    y = torch.zeros(rows, WIDTH, device=pool.device)
+    return lora_apply_(y, x, pool.site(target, 0), lease.plan(1)).cpu()
+
+
+def expected(name, module="q", seed=None):
+    seed = sum(map(ord, name)) if seed is None else seed
+    a, b = random_pair(4, WIDTH, WIDTH, seed + ord(module))
+    return torch.ones(WIDTH) @ a.T @ b.T
+
+
+def assert_serves(pool, *adapters, target="q"):
+    got = run(pool, *adapters, target=target)
+    want = torch.stack([expected(a, target) if a else torch.zeros(WIDTH) for a in adapters])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_every_row_gets_its_own_adapter(serve):
+    pool = serve({"a": "qv", "b": "qv"})
+    for target in "qv":
+        assert_serves(pool, "a", None, "b", "a", None, target=target)
+
+
+def test_C071_C086_as_many_adapters_as_slots_beside_base_rows(serve):
+    pool = serve({"a": "q", "b": "q", "c": "q"})
+    assert_serves(pool, "a", None, "b")
+    before = pool.counters
+    with pytest.raises(PoolExhausted, match="names 3 adapters, the pool has 2 slots"):
+        run(pool, "a", "b", "c")
+    assert pool.counters == before
+
+
+def test_C082_a_reused_slot_keeps_nothing_of_its_previous_adapter(serve):
+    pool = serve({"a": "qv", "b": "q"}, max_slots=1)
+    assert run(pool, "a", target="v").any()
+    assert not run(pool, "b", target="v").any()
+    assert_serves(pool, "b")
+
+
+def test_C083_C095_adapters_rotate_through_fewer_slots(serve):
+    names = "abcd"
+    pool = serve(dict.fromkeys(names, "q"), max_slots=1, cpu_capacity=2)
+    for name in names * 3:
+        assert_serves(pool, name)
+    assert pool.counters["evictions"] == 11
+    assert pool.counters["on_host"] == ["c", "d"]
+
+
+def test_the_least_recently_used_slot_is_evicted(serve):
+    pool = serve(dict.fromkeys("abc", "q"))
+    for names in ("a", "b", "a", "c"):
+        run(pool, *names)
+    assert sorted(pool.counters["resident"]) == ["a", "c"]
+    assert (pool.counters["hits"], pool.counters["misses"]) == (1, 3)
+
+
+def test_a_leased_slot_is_not_evicted(serve):
+    pool = serve(dict.fromkeys("abc", "q"))
+    held = pool.begin_step(LoraStep((Segment("a", 1), Segment("b", 1))))
+    with pytest.raises(PoolExhausted, match="1 adapters need slots, 0 of 2 are not leased"):
+        run(pool, "c")
+    held.release()
+    held.release()
+    assert_serves(pool, "c")
+
+
+def test_a_plan_outlives_neither_its_lease_nor_the_next_step(serve):
+    pool = serve(dict.fromkeys("ab", "q"))
+    first = pool.begin_step(LoraStep((Segment("a", 1),)))
+    second = pool.begin_step(LoraStep((Segment("b", 1),)))
+    with pytest.raises(PlanMismatch, match="this step is over"):
+        first.plan(1)
+    second.release()
+    with pytest.raises(PlanMismatch, match="this step is over"):
+        second.plan(1)
+    first.release()
+
+
+def test_row_groupings_of_one_step(serve, tmp_path):
+    spec = LoraSpec(
+        "lora",
+        {"n"},
+        1,
+        {"q": LoraTarget(WIDTH, (WIDTH,)), "v": LoraTarget(WIDTH, (WIDTH,), token_fold=4),
+         "h": LoraTarget(WIDTH, (WIDTH,), per_segment=True)},
+        lambda name: LoraModuleRef(name, 0),
+        adapters={"a": write(tmp_path, "a", "qvh")},
+    )  # fmt: skip
+    pool = LoraPool.build(spec)
+    with pool.begin_step(LoraStep((Segment(None, 4), Segment("a", 8), Segment("a", 0)))) as lease:
+        assert [lease.plan(grouping).rows for grouping in (1, 4, 0)] == [12, 3, 2]
+        assert lease.plan(0).tiles()[0].rows.tolist() == [1]
+        assert lease.plan(4).tiles()[0].rows.tolist() == [1, 2]
+    with pytest.raises(PlanMismatch, match="6 tokens has no whole rows of 4 tokens"):
+        pool.begin_step(LoraStep((Segment("a", 6),)))
+
+
+def test_a_segments_own_factor(serve):
+    pool = serve({"a": "q"})
+    step = LoraStep((Segment("a", 1), Segment("a", 1, 0.5), Segment("a", 1, 0.0)))
+    with pool.begin_step(step) as lease:
+        whole, half, none = deltas(pool, lease, 3)
+    torch.testing.assert_close(half, whole * 0.5)
+    assert not none.any()
+
+
+def test_base_only_steps_need_no_slot_and_have_their_own_capture_key(serve):
+    pool = serve({"a": "q"})
+    base, mixed = LoraStep((Segment(None, 2),)), LoraStep((Segment(None, 2), Segment("a", 1)))
+    assert pool.capture_key(base, 8) == LoraBaseOnly(8)
+    assert pool.capture_key(LoraStep(), 8) == LoraBaseOnly(8)
+    assert pool.capture_key(mixed, 8) == 8
+    with pool.begin_step(base) as lease:
+        assert lease.base_only
+        assert not pool.active
+    with pool.begin_step(mixed):
+        assert pool.active
+    assert not pool.active
+
+
+def test_fixed_rows_refuse_a_larger_step(serve, tmp_path):
+    pool = serve({"a": "q"})
+    fixed = LoraPool.build(pool.spec, device=pool.device, max_rows=4)
+    address = fixed.plan(1).buffer.data_ptr()
+    with fixed.begin_step(LoraStep((Segment("a", 4),))):
+        pass
+    with pytest.raises(PlanMismatch, match=r"the step has 5 rows, .* max_rows is 4"):
+        fixed.begin_step(LoraStep((Segment("a", 5),)))
+    assert fixed.plan(1).buffer.data_ptr() == address
+    assert fixed.counters["hits"] + fixed.counters["misses"] == 1
+
+
+def test_unknown_adapters_change_nothing(serve):
+    pool = serve({"a": "q"})
+    before = pool.counters
+    with pytest.raises(UnknownAdapter, match="no adapter 'b' is served"):
+        run(pool, "a", "b")
+    with pytest.raises(UnknownAdapter):
+        pool.prefetch(["b"])
+    assert pool.counters == before
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        ({"q": random_pair(16, WIDTH, WIDTH)}, "rank is 16, the pool's max_rank 8: raise max_rank"),
+        ({"q": random_pair(4, WIDTH - 1, WIDTH)}, "31"),
+        ({"k": random_pair(4, WIDTH, WIDTH)}, "'k'"),
+    ],
+    ids=["rank", "C037-C118-size", "C001-name"],
+)
+def test_a_failed_load_between_two_good_steps_leaves_no_trace(serve, tmp_path, pairs, said):
+    pool = serve({"a": "q"})
+    assert_serves(pool, "a")
+    pool.spec.add_adapter("bad", save_adapter(tmp_path / "bad", pairs))
+    before = pool.counters
+    with pytest.raises(AdapterError) as error:
+        run(pool, "a", "bad")
+    assert said in str(error.value)
+    after = pool.counters
+    assert {**before, "load_seconds": 0} == {**after, "load_seconds": 0}
+    assert_serves(pool, "a")
+
+
+def test_a_digest_that_differs_is_refused(serve):
+    pool = serve({"a": "q"})
+    pool.spec.add_adapter("a", pool.spec.adapters["a"], digest=b"\0" * 32)
+    with pytest.raises(AdapterError, match="the deployment expects 0000"):
+        run(pool, "a")
+
+
+def test_C098_a_name_registered_again_serves_its_new_weights(serve, tmp_path):
+    pool = serve({"a": "q"})
+    assert_serves(pool, "a")
+    old = pool.begin_step(LoraStep((Segment("a", 1),)))
+    write(tmp_path, "a", "q", seed=999)
+    pool.spec.add_adapter("a", pool.spec.adapters["a"])
+    torch.testing.assert_close(deltas(pool, old, 1)[0], expected("a"), rtol=1e-5, atol=1e-5)
+    old.release()
+    torch.testing.assert_close(run(pool, "a")[0], expected("a", seed=999), rtol=1e-5, atol=1e-5)
+
+
+def test_C094_unloading_under_a_lease_waits_for_it(serve):
+    pool = serve({"a": "q", "b": "q", "c": "q"})
+    lease = pool.begin_step(LoraStep((Segment("a", 1), Segment("b", 1))))
+    pool.spec.remove_adapter("a")
+    pool.unload("a")
+    torch.testing.assert_close(deltas(pool, lease, 2)[0], expected("a"), rtol=1e-5, atol=1e-5)
+    assert pool.counters["on_host"] == ["b"]
+    lease.release()
+    assert pool.counters["resident"] == ["b"]
+    with pytest.raises(UnknownAdapter):
+        run(pool, "a")
+    assert_serves(pool, "c")
+
+
+def test_prefetch_makes_a_later_step_a_hit(serve):
+    pool = serve({"a": "q"})
+    pool.prefetch(["a"])
+    pool._loader.shutdown(wait=True)
+    assert pool.counters["resident"] == ["a"]
+    misses = pool.counters["misses"]
+    assert_serves(pool, "a")
+    assert pool.counters["misses"] == misses
+
+
+def test_C089_concurrent_loads_of_one_adapter_share_one_read(serve, monkeypatch):
+    pool = serve({"a": "q"})
+    reads = []
+    from loramux import store
+
+    read = store.read_lora_file
+
+    def counted(*arguments):
+        reads.append(arguments)
+        return read(*arguments)
+
+    monkeypatch.setattr(store, "read_lora_file", counted)
+    registration = pool.spec.registration("a")
+    images, barrier = [], threading.Barrier(16)
+
+    def load():
+        barrier.wait()
+        images.append(pool._store.get(registration))
+
+    threads = [threading.Thread(target=load) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(reads) == 1
+    assert len(images) == 16
+    assert all(image is images[0] for image in images)
+
+
+def test_rank_takes_its_own_bytes_and_absent_modules_none(serve):
+    pool = serve({"a": "qv", "b": "q"})
+    one = 2 * 8 * WIDTH * 4  # A and B of a module at rank 4, rounded up to 8, in float32
+    image = pool._store.get(pool.spec.registration("a"))
+    assert image.data.numel() == 2 * one
+    assert pool._store.get(pool.spec.registration("b")).data.numel() == one
+    assert [entry[2] for entry in image.entries] == [8, 8]
