@@ -1,8 +1,8 @@
 # The few commands people type. Each sets itself up in .venv; none needs nvcc or a GPU.
 PYTHON ?= python3
-VENV := $(CURDIR)/.venv
+VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
-export PATH := $(VENV)/bin:$(PATH)
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # One architecture where nvcc is present: enough to prove that the CUDA sources compile.
 export TORCH_CUDA_ARCH_LIST ?= 9.0a
 
@@ -13,7 +13,7 @@ demo: $(VENV)/built
 
 # From scratch: the package, then gtest over the C++ alone, then pytest over everything.
 test: gtest clean-build $(VENV)/built
-	cmake -S . -B build/tests -G Ninja -DPython_EXECUTABLE=$(VENV)/bin/python \
+	cmake -S . -B build/tests -G Ninja -DPython_EXECUTABLE="$(CURDIR)/$(VENV)/bin/python" \
 	  -DLORAMUX_TESTS=ON -DCMAKE_CUDA_ARCHITECTURES=90a-real
 	cmake --build build/tests --target cpp_tests
 	build/tests/cpp_tests --gtest_brief=1

@@ -2,8 +2,8 @@
 
 One call is a shrink and an expand of one site. ``grouped`` is the definition with rows grouped by
 adapter; ``gathered`` copies every row's own A and B and contracts them in one einsum each. The
-three take turns, on weights of different layers in rotation; microseconds are the least of all
-turns, for other processes only ever add to them.
+three take turns, each on the weights of another layer, in rotation; microseconds are the least of
+all turns, for other processes only ever add to them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from typing import Any
 
 import torch
 
-from loramux import StepPlan, lora_apply_
+from loramux import LoraSite, StepPlan, lora_apply_
 
 from .common import SITES, SiteShape, arena_sites, grouped_torch, write_results
 
 RANKS = (16, 64)
 ROWS_AND_ADAPTERS = ((1, 1), (8, 1), (8, 8), (32, 1), (32, 4), (32, 32))
 ROTATED_BYTES = 64e6  # more than the L2 caches of a few cores
-MAX_LAYERS = 32
+MAX_LAYERS = 256
 MIN_TURNS, MAX_TURNS = 5, 300
+
+Call = Callable[[torch.Tensor, torch.Tensor], object]  # adds to y, from x
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,17 +70,13 @@ def measure(
     y = torch.randn(rows, sum(shape.widths), dtype=dtype)
     slot_of_row = torch.tensor(slots)
     groups = [(slot, (slot_of_row == slot).nonzero().flatten()) for slot in range(1, adapters + 1)]
-    grouped = [grouped_torch(site, groups) for site in sites]
-    gathered = gathered_torch(shape, adapters, rank, dtype, slot_of_row - 1)
-    _check(lora_apply_(y.clone(), x, sites[0], plan), y, x, grouped[0])
-    native_us, grouped_us, gathered_us = _least_us(
-        [
-            lambda i: lora_apply_(y, x, sites[i % len(sites)], plan),
-            lambda i: grouped[i % len(sites)](y, x),
-            lambda i: gathered(y, x),
-        ],
-        seconds,
-    )
+    calls: list[list[Call]] = [
+        [native(site, plan) for site in sites],
+        [grouped_torch(site, groups) for site in sites],
+        [gathered_torch(site, slot_of_row) for site in sites],
+    ]
+    _check([call[0] for call in calls], y, x)
+    native_us, grouped_us, gathered_us = _least_us(calls, y, x, seconds)
     return {
         "site": shape.name,
         "rows": rows,
@@ -92,48 +90,49 @@ def measure(
     }
 
 
-def _check(
-    got: torch.Tensor,
-    y: torch.Tensor,
-    x: torch.Tensor,
-    grouped: Callable[[torch.Tensor, torch.Tensor], None],
-) -> None:
-    """The measured call computes the definition."""
-    want = y.clone()
-    grouped(want, x)
-    error = float((got.double() - want.double()).norm() / want.double().norm())
-    assert error < 1e-2, f"wrong result: relative error {error:.2e}"
+def native(site: LoraSite, plan: StepPlan) -> Call:
+    return lambda y, x: lora_apply_(y, x, site, plan)
 
 
-def gathered_torch(
-    shape: SiteShape, adapters: int, rank: int, dtype: torch.dtype, adapter_of_row: torch.Tensor
-) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def gathered_torch(site: LoraSite, slot_of_row: torch.Tensor) -> Call:
     """Stacked weights ``[adapters, rank, in]`` and ``[adapters, width, rank]``, gathered by row."""
-    slices = [
-        (
-            torch.randn(adapters, rank, shape.width_in).to(dtype),
-            torch.randn(adapters, width, rank).to(dtype),
-        )
-        for width in shape.widths
+    adapters = [list(site.slices(slot)) for slot in range(1, site.num_slots)]
+    stacked = [
+        (parts[0].columns, torch.stack([p.a for p in parts]), torch.stack([p.b for p in parts]))
+        for parts in zip(*adapters, strict=True)
     ]
+    index = slot_of_row - 1
 
     def call(y: torch.Tensor, x: torch.Tensor) -> None:
-        for part, (a, b) in zip(y.split(shape.widths, dim=1), slices, strict=True):
-            h = torch.einsum("ni,nri->nr", x, a[adapter_of_row])
-            part += torch.einsum("nr,nor->no", h, b[adapter_of_row])
+        for columns, a, b in stacked:
+            h = torch.einsum("ni,nri->nr", x, a[index])
+            y[:, columns] += torch.einsum("nr,nor->no", h, b[index])
 
     return call
 
 
-def _least_us(calls: Sequence[Callable[[int], Any]], seconds: float) -> list[float]:
-    """The least microseconds of each call, all taking turns."""
+def _check(calls: Sequence[Call], y: torch.Tensor, x: torch.Tensor) -> None:
+    """All compute the same."""
+    results = [y.clone() for _ in calls]
+    for call, result in zip(calls, results, strict=True):
+        call(result, x)
+    for want in results[1:]:
+        error = float((results[0].double() - want.double()).norm() / want.double().norm())
+        assert error < 1e-2, f"wrong result: relative error {error:.2e}"
+
+
+def _least_us(
+    calls: Sequence[Sequence[Call]], y: torch.Tensor, x: torch.Tensor, seconds: float
+) -> list[float]:
+    """The least microseconds of a call of each kind; ``calls[kind][layer]``."""
     least = [math.inf] * len(calls)
     end = time.perf_counter() + seconds
     for turn in range(MAX_TURNS):
-        for i, call in enumerate(calls):
+        for kind, layers in enumerate(calls):
+            call = layers[(turn + kind * len(layers) // len(calls)) % len(layers)]
             start = time.perf_counter()
-            call(turn)
-            least[i] = min(least[i], time.perf_counter() - start)
+            call(y, x)
+            least[kind] = min(least[kind], time.perf_counter() - start)
         if turn >= MIN_TURNS and time.perf_counter() > end:
             break
     return [1e6 * value for value in least]

@@ -1,7 +1,7 @@
 """The CUDA kernels over the decode and prefill grids that the peers were measured on.
 
-One call is a shrink and an expand of one site, in a CUDA graph of calls on different layers' weights
-(more than 200 MB, so that L2 is cold); microseconds are the median of 7 replays.
+One call is a shrink and an expand of one site, in a CUDA graph of calls on different layers'
+weights (more than 200 MB, so that L2 is cold); microseconds are the median of 7 replays.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     peers = json.loads(Path(__file__).with_name("peers_h200.json").read_text())
-    print(
-        f"{'case':38} {'us':>8} {'floor':>8} {'x floor':>8} {'GB/s':>6} {'x torch':>8} {'x peer':>7}  goal"
-    )
+    titles = [("us", 8), ("floor", 8), ("x floor", 8), ("GB/s", 6), ("x torch", 8), ("x peer", 7)]
+    print(" ".join([f"{'case':38}", *(f"{title:>{width}}" for title, width in titles)]), " goal")
     rows = []
     for peer in peers:
         name = _name(peer)

@@ -265,7 +265,7 @@ class TestRefusals:
         assert torch.equal(y, before)
 
     def test_a_table_that_does_not_reach_the_entries(self, call):
-        y, x, site, plan = call
+        _, x, site, plan = call
         with pytest.raises(RuntimeError, match="entries 5 to 5 are not among the table's 1"):
             torch.ops.loramux.lora_shrink(
                 torch.zeros(4, 1, 8), x, site.weights, site.table, plan.buffer, 5

@@ -220,7 +220,7 @@ void prefetch_y(const ExpandTask& t, int64_t i, int64_t rows, int64_t n, int64_t
   for (int64_t r = i; r < i + rows; ++r) {
     const char* y =
         reinterpret_cast<const char*>(static_cast<const T*>(t.y) + t.rows[r].row * t.y_stride + n);
-    for (int64_t at = 0; at < columns * int64_t{sizeof(T)}; at += 64) __builtin_prefetch(y + at, 1);
+    for (int64_t at = 0; at < columns * int64_t{sizeof(T)}; at += 64) __builtin_prefetch(y + at, 1, 2);
   }
 }
 

@@ -241,8 +241,8 @@ void pack_h(const ExpandTask& t, float* packed, BF16* high, BF16* low) {
 // y[rows, columns] += scale * sums[columns, width]^T for rows i to i + rows of the task.
 void add_sums(const ExpandTask& t, int64_t i, int64_t rows, int64_t n, int64_t columns, const float* sums) {
   const int64_t width = width_for(rows);
-  for (int64_t m = 0; m < columns; m += kLanes) {
-    for (int64_t r = 0; r < rows; r += 4) {
+  for (int64_t r = 0; r < rows; r += 4) {
+    for (int64_t m = 0; m < columns; m += kLanes) {
       V delta[4];
       for (int k = 0; k < 4; ++k)
         delta[k] = load_quads(reinterpret_cast<const char*>(sums + (m + k) * width + r), 16 * width);

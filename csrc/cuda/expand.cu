@@ -48,8 +48,8 @@ __device__ inline int first_rank_of_lane(int group, int t) {
   return kGroups == 1 ? 8 * (t % 2) + 4 * (t / 2) : group / 2 * 32 + 8 * t + group % 2 * 4;
 }
 
-// Eight elements of a row of B from rank `rank` on, zeros from rank `end` on. is_aligned: rows start on 16 bytes, as
-// they do where a table's ranks are whole vectors.
+// Eight elements of a row of B from rank `rank` on, zeros from rank `end` on. is_aligned: rows start on 16
+// bytes, as they do where a table's ranks are whole vectors.
 template <typename T>
 __device__ inline uint4 load_ranks(const T* row, int rank, int end, bool is_aligned) {
   if (rank >= end) return {};
@@ -153,8 +153,8 @@ struct YRows {
   }
 };
 
-// Grid: (blocks of columns of each slice, tiles). kGroups: groups of 16 ranks that a warp holds of B. The next pass's y
-// is asked for before this one's is worked on.
+// Grid: (blocks of columns of each slice, tiles). kGroups: groups of 16 ranks that a warp holds of B. The
+// next pass's y is asked for before this one's is worked on.
 template <typename T, int kGroups, TileKind kKind>
 __global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant__ ExpandArgs args) {
   constexpr int kBlocks = blocks_of_warp(kGroups);
@@ -191,31 +191,33 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant_
       row = find_row(args.plan, tile, (pass + 1) * kRows + g, args.rows);
       y[(pass + 1) % 2].load(row, y_slice, args.y_stride, column, width);
     }
+    float sums[kBlocks][kTiles][4] = {};
+    for (int first_rank = 0; first_rank < weights.rank; first_rank += kRanks) {
+      if (weights.rank > kRanks && (first_rank > 0 || pass > 0))
+        b.load(weights, warp_column, width, first_rank);
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-      float sums[kTiles][4] = {};
-      // A rank beyond kRanks is only where kBlocks is 1.
-      for (int first_rank = 0; first_rank < weights.rank; first_rank += kRanks) {
-        if (weights.rank > kRanks && (first_rank > 0 || pass > 0)) b.load(weights, warp_column, width, first_rank);
+      for (int q = 0; q < kGroups; ++q) {
+        const uint2 hidden = load_hidden<T>(h, first_rank + first_rank_of_lane<kGroups>(q, t), end);
 #pragma unroll
-        for (int q = 0; q < kGroups; ++q) {
-          const uint2 hidden = load_hidden<T>(h, first_rank + first_rank_of_lane<kGroups>(q, t), end);
+        for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
           for (int i = 0; i < kTiles; ++i) {
             const uint2(&rows)[2][kGroups] = b.values[n][i];
-            mma<T>(sums[i], rows[0][q].x, rows[1][q].x, rows[0][q].y, rows[1][q].y, hidden.x, hidden.y);
+            mma<T>(sums[n][i], rows[0][q].x, rows[1][q].x, rows[0][q].y, rows[1][q].y, hidden.x, hidden.y);
           }
         }
       }
-      y[pass % 2].add_and_store(n, sums, weights.scale, column, width);
     }
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) y[pass % 2].add_and_store(n, sums[n], weights.scale, column, width);
   }
 }
 
 template <typename T, int kGroups, TileKind kKind>
 int launch_kernel(const ExpandArgs& args, void* stream) {
   int64_t ctas = 0;
-  for (int i = 0; i < args.site.num_slices; ++i) ctas += ceil_div(args.site.widths[i], columns_of_cta(kGroups));
+  for (int i = 0; i < args.site.num_slices; ++i)
+    ctas += ceil_div(args.site.widths[i], columns_of_cta(kGroups));
   const dim3 grid(ctas, max_tiles(kKind, args.rows, args.site.num_slots));
   return launch(expand_kernel<T, kGroups, kKind>, grid, kThreads, 1, stream, 0, args);
 }
