@@ -23,7 +23,8 @@ inline constexpr int64_t kRankAlign = 8;     // an image's ranks are rounded up 
 struct alignas(16) SlotEntry {
   uint32_t a;    // A block, in offset units from Weights::a of the slice
   uint32_t b;    // B block, in offset units from Weights::b of the slice
-  int32_t rank;  // rows of A and columns of B to read; 0: this adapter does not touch the slice
+  int32_t rank;  // rows of A and columns of B to read, in an arena a multiple of kRankAlign; 0: the adapter
+                 // does not touch the slice
   float scale;   // alpha / r or alpha / sqrt(r), in float32
 };
 static_assert(sizeof(SlotEntry) == 16);

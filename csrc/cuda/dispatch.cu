@@ -41,10 +41,10 @@ int shrink_cuda(const ShrinkArgs& args, void* stream) {
 }
 
 int expand_cuda(const ExpandArgs& args, void* stream) {
-  const auto kernel = !is_portable_forced() && expand_serves(args) ? expand : expand_portable;
+  if (args.rows > 0 && !is_portable_forced() && expand_serves(args)) return expand(args, stream);
   return run(
-      args, [&] { return kernel(TileKind::decode, args, stream); },
-      [&] { return kernel(TileKind::prefill, args, stream); });
+      args, [&] { return expand_portable(TileKind::decode, args, stream); },
+      [&] { return expand_portable(TileKind::prefill, args, stream); });
 }
 
 int apply_cuda(const ApplyArgs& args, void* stream) {

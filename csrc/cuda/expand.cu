@@ -15,15 +15,7 @@ constexpr int kThreads = kWarps * kLanes;
 constexpr int kRows = 8;           // of a pass: the columns of a tensor-core tile
 constexpr int kBlockColumns = 64;  // of y: four tensor-core tiles; a lane ends with 8 neighbours of them
 constexpr int kTiles = 4;
-
-// Blocks of columns of one warp: as much of B as registers hold.
-__host__ __device__ constexpr int blocks_of_warp(int groups) {
-  return groups <= 2 ? 2 : 1;
-}
-
-__host__ __device__ constexpr int columns_of_cta(int groups) {
-  return kWarps * blocks_of_warp(groups) * kBlockColumns;
-}
+constexpr int64_t kManyRows = 4096;
 
 // Which slice a CTA's columns lie in, and where.
 struct ColumnRange {
@@ -48,56 +40,86 @@ __device__ inline int first_rank_of_lane(int group, int t) {
   return kGroups == 1 ? 8 * (t % 2) + 4 * (t / 2) : group / 2 * 32 + 8 * t + group % 2 * 4;
 }
 
-// Eight elements of a row of B from rank `rank` on, zeros from rank `end` on. is_aligned: rows start on 16
-// bytes, as they do where a table's ranks are whole vectors.
-template <typename T>
-__device__ inline uint4 load_ranks(const T* row, int rank, int end, bool is_aligned) {
-  if (rank >= end) return {};
-  if (is_aligned && end - rank >= 8) return load_weights16(row + rank);
-  alignas(16) T elements[8];
+// Zeros in place of the elements from rank `end` on, in eight of them from rank `rank` on.
+__device__ inline uint4 mask_ranks(uint4 v, int rank, int end) {
+  uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-  for (int i = 0; i < 8; ++i) elements[i] = rank + i < end ? row[rank + i] : T(0.f);
-  return *reinterpret_cast<const uint4*>(elements);
+  for (int i = 0; i < 4; ++i) {
+    const int left = end - rank - 2 * i;
+    pairs[i] = left >= 2 ? pairs[i] : left == 1 ? pairs[i] & 0xffff : 0;
+  }
+  return {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
 // B of one warp, as the tensor core takes it: tile i holds columns 8 g + 2 i (rows[0]) and 8 g + 2 i + 1
 // (rows[1]).
-template <typename T, int kGroups>
+template <typename T, int kGroups, int kBlocks>
 struct BColumns {
-  uint2 values[blocks_of_warp(kGroups)][kTiles][2][kGroups];
+  uint2 values[kBlocks][kTiles][2][kGroups];
 
   __device__ void load(const SliceWeights<T>& weights, int column, int width, int first_rank) {
     const int g = threadIdx.x % kLanes / 4;
     const int t = threadIdx.x % 4;
     const int stride = static_cast<int>(weights.stride);
-    const bool is_aligned = stride % 8 == 0;
+    uint4 loaded[kBlocks][kTiles][kVectors];
 #pragma unroll
-    for (int n = 0; n < blocks_of_warp(kGroups); ++n) {
+    for (int n = 0; n < kBlocks; ++n) {
       const int first = column + n * kBlockColumns + 8 * g;
       const int end = first < width ? weights.rank : 0;
       const T* const b = weights.b + first * weights.stride;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        uint2(&rows)[2][kGroups] = values[n][i];
-        if constexpr (kGroups == 1) {
-          const bool upper = t >= 2;
-          const uint4 v = load_ranks(b + (2 * i + upper) * stride, first_rank + 8 * (t % 2), end, is_aligned);
-          const uint2 taken = {__shfl_xor_sync(~0u, upper ? v.x : v.z, 2),
-                               __shfl_xor_sync(~0u, upper ? v.y : v.w, 2)};
-          rows[0][0] = upper ? taken : uint2{v.x, v.y};
-          rows[1][0] = upper ? uint2{v.z, v.w} : taken;
-        } else {
 #pragma unroll
-          for (int q = 0; q < kGroups; q += 2) {
+        for (int v = 0; v < kVectors; ++v) {
+          const int rank = first_rank + rank_of_vector(v, t);
+          const T* const row = b + (2 * i + row_of_vector(v, t)) * stride;
+          loaded[n][i][v] = rank < end ? load_weights16(row + rank) : uint4{};
+        }
+      }
+    }
+    if (weights.rank % 8 != 0) {  // only over stacked tensors: there may be anything past the slot's own rank
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              const int rank = first_rank + first_rank_of_lane<kGroups>(q, t);
-              const uint4 v = load_ranks(b + (2 * i + r) * stride, rank, end, is_aligned);
-              rows[r][q] = {v.x, v.y};
-              rows[r][q + 1] = {v.z, v.w};
-            }
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+          for (int v = 0; v < kVectors; ++v) {
+            loaded[n][i][v] = mask_ranks(loaded[n][i][v], first_rank + rank_of_vector(v, t), weights.rank);
           }
         }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) distribute(loaded[n][i], values[n][i], t);
+    }
+  }
+
+ private:
+  // A lane's loads of a tile: half a row, of the even row or the odd one; or a quarter of each row's 32
+  // ranks.
+  static constexpr int kVectors = kGroups == 1 ? 1 : kGroups;
+
+  static __device__ int row_of_vector(int v, int t) { return kGroups == 1 ? t / 2 : v % 2; }
+
+  static __device__ int rank_of_vector(int v, int t) {
+    return kGroups == 1 ? 8 * (t % 2) : v / 2 * 32 + 8 * t;
+  }
+
+  static __device__ void distribute(const uint4 (&loaded)[kVectors], uint2 (&rows)[2][kGroups], int t) {
+    if constexpr (kGroups == 1) {
+      const uint4 v = loaded[0];
+      const bool is_odd_row = t >= 2;
+      const uint2 taken = {__shfl_xor_sync(~0u, is_odd_row ? v.x : v.z, 2),
+                           __shfl_xor_sync(~0u, is_odd_row ? v.y : v.w, 2)};
+      rows[0][0] = is_odd_row ? taken : uint2{v.x, v.y};
+      rows[1][0] = is_odd_row ? uint2{v.z, v.w} : taken;
+    } else {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        rows[v % 2][v / 2 * 2] = {loaded[v].x, loaded[v].y};
+        rows[v % 2][v / 2 * 2 + 1] = {loaded[v].z, loaded[v].w};
       }
     }
   }
@@ -153,19 +175,22 @@ struct YRows {
   }
 };
 
-// Grid: (blocks of columns of each slice, tiles). kGroups: groups of 16 ranks that a warp holds of B. The
-// next pass's y is asked for before this one's is worked on.
-template <typename T, int kGroups, TileKind kKind>
-__global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant__ ExpandArgs args) {
-  constexpr int kBlocks = blocks_of_warp(kGroups);
+// Grid: (blocks of columns of each slice; decode tiles, then prefill tiles). A warp holds B of kBlocks blocks
+// of columns and kGroups groups of ranks. kCtas: CTAs that an SM must hold at a time.
+template <typename T, int kGroups, int kBlocks, int kCtas>
+__global__ void __launch_bounds__(kThreads, kCtas)
+    expand_kernel(const __grid_constant__ ExpandArgs args, int decode_tiles) {
   constexpr int kRanks = kGroups * kGroupRanks;
-  constexpr int kPasses = (kKind == TileKind::decode ? kDecodeRows : kPrefillRows) / kRows;
   let_next_kernel_start();
-  const ColumnRange columns = find_columns(args.site, blockIdx.x, columns_of_cta(kGroups));
+  const ColumnRange columns = find_columns(args.site, blockIdx.x, kWarps * kBlocks * kBlockColumns);
+  const int index = static_cast<int>(blockIdx.y);
+  const bool is_decode = index < decode_tiles;
   TileRows tile;
-  if (!find_tile(args.plan, kKind, blockIdx.y, &tile)) return leave_idle();
+  if (!find_tile(args.plan, is_decode ? TileKind::decode : TileKind::prefill,
+                 is_decode ? index : index - decode_tiles, &tile))
+    return leave_idle();
   const SliceWeights<T> weights = find_slice<T>(args.site, tile.slot, columns.slice);
-  if (weights.rank == 0) return leave_idle();
+  if (weights.rank == 0 || weights.stride % 8 != 0) return leave_idle();
 
   const int g = threadIdx.x % kLanes / 4;
   const int t = threadIdx.x % 4;
@@ -175,25 +200,22 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant_
   T* const y_slice = static_cast<T*>(args.y) + args.site.offsets[columns.slice];
   const int64_t h_stride = args.site.num_slices * args.site.max_rank;
   const float* const h_slice = args.h + columns.slice * args.site.max_rank;
-  BColumns<T, kGroups> b;
+  BColumns<T, kGroups, kBlocks> b;
   b.load(weights, warp_column, width, 0);
   TileRow row = find_row(args.plan, tile, g, args.rows);
   wait_for_earlier_kernels();
 
-  YRows<T, kBlocks> y[2];
-  y[0].load(row, y_slice, args.y_stride, column, width);
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    if (pass * kRows >= tile.count) break;
+  // Works on the rows at `first` and asks for the y of those after them.
+  const auto run_pass = [&](int first, YRows<T, kBlocks>& now, YRows<T, kBlocks>& next) {
     const float* const h = h_slice + row.index * h_stride;
     const int end = row.index < 0 ? 0 : weights.rank;
-    if (pass + 1 < kPasses) {
-      row = find_row(args.plan, tile, (pass + 1) * kRows + g, args.rows);
-      y[(pass + 1) % 2].load(row, y_slice, args.y_stride, column, width);
+    if (first + kRows < tile.count) {
+      row = find_row(args.plan, tile, first + kRows + g, args.rows);
+      next.load(row, y_slice, args.y_stride, column, width);
     }
     float sums[kBlocks][kTiles][4] = {};
     for (int first_rank = 0; first_rank < weights.rank; first_rank += kRanks) {
-      if (weights.rank > kRanks && (first_rank > 0 || pass > 0))
+      if (weights.rank > kRanks && (first_rank > 0 || first > 0))
         b.load(weights, warp_column, width, first_rank);
 #pragma unroll
       for (int q = 0; q < kGroups; ++q) {
@@ -209,30 +231,36 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant_
       }
     }
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) y[pass % 2].add_and_store(n, sums[n], weights.scale, column, width);
+    for (int n = 0; n < kBlocks; ++n) now.add_and_store(n, sums[n], weights.scale, column, width);
+  };
+  YRows<T, kBlocks> even, odd;
+  even.load(row, y_slice, args.y_stride, column, width);
+  for (int first = 0; first < tile.count; first += 2 * kRows) {
+    run_pass(first, even, odd);
+    if (first + kRows < tile.count) run_pass(first + kRows, odd, even);
   }
 }
 
-template <typename T, int kGroups, TileKind kKind>
-int launch_kernel(const ExpandArgs& args, void* stream) {
+template <typename T, int kGroups, int kBlocks, int kCtas>
+int launch_expand(const ExpandArgs& args, void* stream) {
   int64_t ctas = 0;
   for (int i = 0; i < args.site.num_slices; ++i)
-    ctas += ceil_div(args.site.widths[i], columns_of_cta(kGroups));
-  const dim3 grid(ctas, max_tiles(kKind, args.rows, args.site.num_slots));
-  return launch(expand_kernel<T, kGroups, kKind>, grid, kThreads, 1, stream, 0, args);
+    ctas += ceil_div(args.site.widths[i], kWarps * kBlocks * kBlockColumns);
+  const int64_t decode_tiles = max_decode_tiles(args.rows, args.site.num_slots);
+  const dim3 grid(ctas, decode_tiles + max_prefill_tiles(args.rows, args.site.num_slots));
+  return launch(expand_kernel<T, kGroups, kBlocks, kCtas>, grid, kThreads, 1, stream, 0, args,
+                static_cast<int>(decode_tiles));
 }
 
-template <typename T, TileKind kKind>
-int launch_expand(const ExpandArgs& args, void* stream) {
-  if (args.site.max_rank <= 16) return launch_kernel<T, 1, kKind>(args, stream);
-  if (args.site.max_rank <= 32) return launch_kernel<T, 2, kKind>(args, stream);
-  return launch_kernel<T, 4, kKind>(args, stream);
-}
-
+// Few rows are a matter of latency, which many small CTAs hide; many rows are one of bytes in flight.
 template <typename T>
-int expand_tiles(TileKind kind, const ExpandArgs& args, void* stream) {
-  return kind == TileKind::decode ? launch_expand<T, TileKind::decode>(args, stream)
-                                  : launch_expand<T, TileKind::prefill>(args, stream);
+int launch_expand(const ExpandArgs& args, void* stream) {
+  const bool is_large = args.rows >= kManyRows;
+  if (args.site.max_rank <= 16)
+    return is_large ? launch_expand<T, 1, 2, 3>(args, stream) : launch_expand<T, 1, 1, 5>(args, stream);
+  if (args.site.max_rank <= 32)
+    return is_large ? launch_expand<T, 2, 2, 2>(args, stream) : launch_expand<T, 2, 1, 4>(args, stream);
+  return launch_expand<T, 4, 1, 3>(args, stream);
 }
 
 }  // namespace
@@ -244,12 +272,12 @@ bool expand_serves(const ExpandArgs& args) {
     whole_vectors &= site.widths[i] % 8 == 0 && site.offsets[i] % 8 == 0 && site.widths[i] < 1 << 30;
   return is_half(site.dtype) && whole_vectors && site.max_rank % 8 == 0 &&
          is_aligned(args.y, args.y_stride, site.dtype) && fits_grid(args) && compute_capability() >= 90 &&
-         is_compiled_for_sm90(expand_kernel<__half, 1, TileKind::decode>);
+         is_compiled_for_sm90(expand_kernel<__half, 1, 1, 5>);
 }
 
-int expand(TileKind kind, const ExpandArgs& args, void* stream) {
-  return args.site.dtype == DType::bf16 ? expand_tiles<__nv_bfloat16>(kind, args, stream)
-                                        : expand_tiles<__half>(kind, args, stream);
+int expand(const ExpandArgs& args, void* stream) {
+  return args.site.dtype == DType::bf16 ? launch_expand<__nv_bfloat16>(args, stream)
+                                        : launch_expand<__half>(args, stream);
 }
 
 }  // namespace loramux

@@ -1,4 +1,4 @@
-// The kernels behind the CUDA entry points. Each launch does the tiles of one kind; a plan may hold both.
+// The kernels behind the CUDA entry points. Most launches do the tiles of one kind; a plan may hold both.
 #pragma once
 
 #include "lora.h"
@@ -22,6 +22,6 @@ bool shrink_prefill_serves(const ShrinkArgs& args);
 bool expand_serves(const ExpandArgs& args);
 int shrink_decode(const ShrinkArgs& args, void* stream);
 int shrink_prefill(const ShrinkArgs& args, void* stream);
-int expand(TileKind kind, const ExpandArgs& args, void* stream);
+int expand(const ExpandArgs& args, void* stream);  // tiles of both kinds
 
 }  // namespace loramux

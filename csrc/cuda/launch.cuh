@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-#include "cuda/kernels.h"
 #include "host/plan.h"
 #include "lora.h"
 
@@ -27,15 +26,11 @@ inline bool is_half(DType dtype) {
   return dtype != DType::f32;
 }
 
-// The most tiles of a kind that a plan can have.
-inline int64_t max_tiles(TileKind kind, int64_t rows, int64_t num_slots) {
-  return kind == TileKind::decode ? max_decode_tiles(rows, num_slots) : max_prefill_tiles(rows, num_slots);
-}
-
 // Whether the tiles fit the grid's second dimension.
 template <typename Args>
 bool fits_grid(const Args& args) {
-  return args.rows <= 65535 || max_decode_tiles(args.rows, args.site.num_slots) <= 65535;
+  const int64_t num_slots = args.site.num_slots;
+  return max_decode_tiles(args.rows, num_slots) + max_prefill_tiles(args.rows, num_slots) <= 65535;
 }
 
 // The current device's compute capability, 90 for sm_90.

@@ -137,13 +137,12 @@ int launch_shrink(const ShrinkArgs& args, void* stream) {
   return launch(shrink_decode_kernel<T, kGroups, kSteps>, grid, kThreads, cluster, stream, 0, args);
 }
 
-// A warp holds all of its part of A where registers allow: 8 steps reach K = 16384.
+// A warp holds all of its part of A: with 8 steps, of 16 ranks at any K up to 16384.
 template <typename T>
 int shrink(const ShrinkArgs& args, void* stream) {
-  const bool is_long = args.site.in_features > 4 * kStepK * kWarps * kMaxCluster;
-  if (args.site.max_rank <= 16)
-    return is_long ? launch_shrink<T, 1, 8>(args, stream) : launch_shrink<T, 1, 4>(args, stream);
-  return is_long ? launch_shrink<T, 2, 8>(args, stream) : launch_shrink<T, 2, 4>(args, stream);
+  if (args.site.max_rank <= 16) return launch_shrink<T, 1, 8>(args, stream);
+  return args.site.in_features <= 4 * kStepK * kWarps * kMaxCluster ? launch_shrink<T, 2, 4>(args, stream)
+                                                                    : launch_shrink<T, 2, 8>(args, stream);
 }
 
 }  // namespace
@@ -152,7 +151,7 @@ bool shrink_decode_serves(const ShrinkArgs& args) {
   const Site& site = args.site;
   return is_half(site.dtype) && site.in_features % 8 == 0 && is_aligned(args.x, args.x_stride, site.dtype) &&
          fits_grid(args) && compute_capability() >= 90 &&
-         is_compiled_for_sm90(shrink_decode_kernel<__half, 1, 4>);
+         is_compiled_for_sm90(shrink_decode_kernel<__half, 1, 8>);
 }
 
 int shrink_decode(const ShrinkArgs& args, void* stream) {

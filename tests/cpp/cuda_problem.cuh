@@ -95,7 +95,7 @@ enum class Kind {
 struct Shape {
   int64_t in_features;  // an embedding's vocabulary
   std::vector<int64_t> widths;
-  std::vector<int32_t> ranks;  // dealt in turn to slots and slices
+  std::vector<int32_t> ranks;  // dealt in turn to slots and slices; in an arena rounded up, with zeros
   int64_t max_rank;
   int64_t pad;  // elements in front of the used columns of each row of x and y
   Kind kind = Kind::linear;
@@ -103,12 +103,17 @@ struct Shape {
 
   int slices() const { return static_cast<int>(widths.size()); }
   int64_t width() const { return std::accumulate(widths.begin(), widths.end(), int64_t{0}); }
-  int32_t rank(int slot, int slice) const { return ranks[(slot - 1 + slice) % ranks.size()]; }
+  int32_t rank(int slot, int slice) const {
+    const int32_t rank = ranks[(slot - 1 + slice) % ranks.size()];
+    return kind == Kind::stacked ? rank : (rank + kRankAlign - 1) / kRankAlign * kRankAlign;
+  }
   float scale(int slot, int slice) const { return std::ldexp(1.f, -slot - slice); }
 
   float x(int64_t row, int64_t k) const { return number(0, row, k); }
   float y(int64_t row, int64_t n) const { return -number(1, row, n) / 8; }  // -0 shows an addition of 0
-  float a(int slot, int slice, int64_t r, int64_t k) const { return number(2 + 16 * slot + slice, r, k); }
+  float a(int slot, int slice, int64_t r, int64_t k) const {
+    return r < ranks[(slot - 1 + slice) % ranks.size()] ? number(2 + 16 * slot + slice, r, k) : 0.f;
+  }
   float b(int slot, int slice, int64_t n, int64_t r) const { return number(10 + 16 * slot + slice, n, r); }
 
   // Element (i, j) of one of these matrices.

@@ -33,18 +33,18 @@ TYPED_TEST(CudaKernels, ShrinkExpandAndApplyMatchTheDefinition) {
   const std::vector<Case> cases = {
       // in, widths, ranks, max_rank, pad; rows, slots
       {{64, {40}, {8}, 8, 0}, 8, {1}},
-      {{1, {1}, {1}, 1, 0}, 3, {1, 0, 2}},
+      {{1, {1}, {1}, 8, 0}, 3, {1, 0, 2}},
       {{7, {33, 1}, {24, 0, 8}, 24, 1}, 8, {1}},
       {{33, {7, 33}, {8, 1}, 8, 3}, 9, {1, 2, 3, 0}},
-      {{4095, {33}, {129, 8}, 129, 1}, 9, {1, 2}},
+      {{4095, {33}, {129, 8}, 136, 1}, 9, {1, 2}},
       {{4104, {300, 7}, {264, 24}, 264, 8}, 9, {2, 1, 1}},
       {{72, {520}, {24, 1}, 24, 8}, 64, {1}},
       {{72, {520, 8}, {24, 7}, 24, 8}, 65, {1, 0}},
       {{40, {16, 16, 8}, {16, 8, 0}, 16, 0, Kind::stacked}, 65, {1, 2, 3}},
       {{40, {24}, {5, 24}, 24, 0, Kind::stacked}, 130, {3}},
       {{2056, {24}, {8}, 8, 0}, 65, {2}},
-      {{36, {8}, {12}, 12, 0}, 1, {0}},
-      {{36, {8}, {12}, 12, 0}, 1, {3}},
+      {{36, {8}, {12}, 16, 0}, 1, {0}},
+      {{36, {8}, {12}, 16, 0}, 1, {3}},
   };
   for (const Case& c : cases) {
     SCOPED_TRACE(testing::Message() << "in " << c.shape.in_features << ", rows " << c.rows);
@@ -66,7 +66,7 @@ TYPED_TEST(CudaKernels, ShrinkExpandAndApplyMatchTheDefinition) {
 TYPED_TEST(CudaKernels, EmbeddingMatchesTheDefinitionAndUnknownIdsTouchNothing) {
   for (const auto& [rows, slots] :
        {std::pair<int64_t, std::vector<int32_t>>{9, {1, 2, 0}}, {65, {1}}, {70, {1, 0}}}) {
-    Problem<TypeParam> problem({100, {300, 5}, {24, 129, 0, 1}, 129, 3, Kind::embedding}, rows);
+    Problem<TypeParam> problem({100, {300, 5}, {24, 129, 0, 1}, 136, 3, Kind::embedding}, rows);
     problem.set_plan(slots);
     std::vector<int64_t>& ids = problem.ids;
     for (int64_t i = 0; i < rows; ++i) ids[i] = i * 37 % 100;
