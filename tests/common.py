@@ -12,6 +12,9 @@ from safetensors.torch import save_file
 
 from loramux.checkpoint import LoraAdapter
 
+# Inductor's compiler command does not quote torch's own path.
+COMPILER = "inductor" if " " not in torch.__file__ else "aot_eager"
+
 
 def save_adapter(
     folder: Path, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], **config: Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from common import COMPILER
 from loramux import LoraSite, PlanMismatch, SpecError, StepPlan
 from loramux.ops import lora_apply_, lora_embedding_, lora_expand_, lora_shrink
 
@@ -90,6 +91,18 @@ def test_embedding_is_the_definition(vocab, ids_dtype, dtype, device, backend):
     plan = StepPlan.for_rows(SLOTS, site.num_slots, device)
     got = lora_embedding_(y.clone(), ids.to(device, ids_dtype), site, plan)
     assert_accurate(got, y, ids, site, SLOTS, embedding=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [1, 8, 9, 32, 33, 64, 65, 200])
+def test_C028_two_adapters_on_each_side_of_every_threshold(rows, device):
+    a, b = torch.randn(2, 16, 64) / 8, torch.randn(2, 48, 16) / 4
+    weights = [t.to(device, torch.bfloat16) for t in (a, b)]
+    site = LoraSite.stacked(weights[:1], weights[1:], ranks=[8, 16], scales=[2.0, 0.5])
+    slots = [1 + i % 2 for i in range(2 * rows)]
+    x, y = operands(2 * rows, 64, site, torch.bfloat16, device)
+    plan = StepPlan.for_rows(slots, site.num_slots, device)
+    assert_accurate(lora_apply_(y.clone(), x, site, plan), y, x, site, slots)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -208,13 +221,17 @@ class TestTorchContract:
         assert torch.equal(torch.compile(layer, backend=record, fullgraph=True)(x), want)
         called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
         assert called.count(torch.ops.loramux.lora_apply_.default) == 1
-        torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), want)
+        torch.testing.assert_close(torch.compile(layer, backend=COMPILER, fullgraph=True)(x), want)
 
     def test_a_compiled_layer_follows_the_plan_in_its_buffer(self):
         site = stacked_site(64, [64], 8, torch.float32)
         x, y = operands(4, 64, site, torch.float32)
         plan = StepPlan(4, site.num_slots)
-        compiled = torch.compile(lambda y, x: lora_apply_(y.clone(), x, site, plan), fullgraph=True)
+
+        def layer(y, x):
+            return lora_apply_(y.clone(), x, site, plan)
+
+        compiled = torch.compile(layer, backend=COMPILER, fullgraph=True)
         for slots in ([1, 0, 2, 1], [0, 3, 3, 0], [0, 0, 0, 0]):
             plan.update(slots, [1] * 4, [1.0] * 4)
             assert_accurate(compiled(y, x), y, x, site, slots)

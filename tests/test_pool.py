@@ -165,6 +165,36 @@ def test_a_segments_own_factor(serve):
     assert not none.any()
 
 
+def test_C026_a_segments_factor_multiplies_the_rslora_scale(serve, tmp_path):
+    pool = serve({}, max_rank=16)
+    a, b = random_pair(16, WIDTH, WIDTH)
+    path = save_adapter(tmp_path / "rs", {"q": (a, b)}, lora_alpha=16, use_rslora=True)
+    pool.spec.add_adapter("rs", path)
+    with pool.begin_step(LoraStep((Segment("rs", 1, 0.5),))) as lease:
+        got = deltas(pool, lease, 1)[0]
+    torch.testing.assert_close(got, 2.0 * (torch.ones(WIDTH) @ a.T @ b.T), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_C038_every_file_dtype_is_converted_to_the_pools(serve, tmp_path, dtype):
+    pool = serve({}, dtype=torch.bfloat16)
+    a, b = random_pair(4, WIDTH, WIDTH, dtype=dtype)
+    pool.spec.add_adapter("a", save_adapter(tmp_path / "any", {"q": (a, b)}))
+    with pool.begin_step(LoraStep((Segment("a", 1),))):
+        held = next(pool.site("q", 0).slices(1))
+    torch.testing.assert_close(held.a[:4].cpu(), a.bfloat16(), rtol=0, atol=0)
+    torch.testing.assert_close(held.b[:, :4].cpu(), b.bfloat16(), rtol=0, atol=0)
+
+
+def test_C038_a_value_that_overflows_on_narrowing_is_refused(serve, tmp_path):
+    pool = serve({}, dtype=torch.float16)
+    a, b = random_pair(4, WIDTH, WIDTH)
+    b[3, 2] = 70000.0
+    pool.spec.add_adapter("a", save_adapter(tmp_path / "large", {"q": (a, b)}))
+    with pytest.raises(AdapterError, match=r"module 'q' has a value too large .*float16"):
+        run(pool, "a")
+
+
 def test_base_only_steps_need_no_slot_and_have_their_own_capture_key(serve):
     pool = serve({"a": "q"})
     base, mixed = LoraStep((Segment(None, 2),)), LoraStep((Segment(None, 2), Segment("a", 1)))
