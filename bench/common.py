@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -128,6 +129,7 @@ def write_results(path: str | None, rows: list[dict[str, Any]]) -> None:
     on_gpu = torch.cuda.is_available()
     about = {
         "gpu": torch.cuda.get_device_name() if on_gpu else None,
+        "cpu": _cpu_name(),
         "torch": torch.__version__,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "commit": os.environ.get("LORAMUX_COMMIT") or _output("git", "rev-parse", "HEAD"),
@@ -136,6 +138,15 @@ def write_results(path: str | None, rows: list[dict[str, Any]]) -> None:
     lines = ",\n".join("    " + json.dumps(row) for row in rows)
     head = json.dumps(about, indent=2)[:-2]
     Path(path).write_text(f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n')
+
+
+def _cpu_name() -> str:
+    """The processor and how many of its cores this process may use."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return f"{value.strip()}, {os.cpu_count()} cores"
+    return platform.machine()
 
 
 def _output(*command: str) -> str | None:

@@ -9,6 +9,17 @@ namespace loramux {
 namespace {
 
 #ifdef LORAMUX_X86
+// The levels x86-64-v3 and -v4, by the features that GCC 11 can ask for.
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+}
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl");
+}
+
 // Linux gives a process the state of the tile unit only when it asks.
 bool may_use_tiles() {
 #ifdef __linux__
@@ -40,10 +51,9 @@ const std::vector<const Kernels*>& available_kernels() {
   static const std::vector<const Kernels*> available = [] {
     std::vector<const Kernels*> found;
 #ifdef LORAMUX_X86
-    const bool avx512 = __builtin_cpu_supports("x86-64-v4");
-    if (avx512 && may_use_tiles()) found.push_back(amx_kernels());
-    if (avx512) found.push_back(&kAvx512Kernels);
-    if (__builtin_cpu_supports("x86-64-v3")) found.push_back(&kAvx2Kernels);
+    if (has_avx512() && may_use_tiles()) found.push_back(amx_kernels());
+    if (has_avx512()) found.push_back(&kAvx512Kernels);
+    if (has_avx2()) found.push_back(&kAvx2Kernels);
 #endif
     found.push_back(&kPortableKernels);
     return found;

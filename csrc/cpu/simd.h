@@ -251,12 +251,10 @@ inline V load_quads(const char* p, int64_t) {
   return v;
 }
 inline void transpose_quads(V (&v)[4]) {
-  const V a = __builtin_shufflevector(v[0], v[2], 0, 4, 1, 5),
-          b = __builtin_shufflevector(v[0], v[2], 2, 6, 3, 7);
-  const V c = __builtin_shufflevector(v[1], v[3], 0, 4, 1, 5),
-          d = __builtin_shufflevector(v[1], v[3], 2, 6, 3, 7);
-  v[0] = __builtin_shufflevector(a, c, 0, 4, 1, 5), v[1] = __builtin_shufflevector(a, c, 2, 6, 3, 7);
-  v[2] = __builtin_shufflevector(b, d, 0, 4, 1, 5), v[3] = __builtin_shufflevector(b, d, 2, 6, 3, 7);
+  const V rows[4] = {v[0], v[1], v[2], v[3]};
+  for (int i = 0; i < 4; ++i) {
+    for (int k = 0; k < 4; ++k) v[i][k] = rows[k][i];
+  }
 }
 
 #endif

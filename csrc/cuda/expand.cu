@@ -15,7 +15,6 @@ constexpr int kThreads = kWarps * kLanes;
 constexpr int kRows = 8;           // of a pass: the columns of a tensor-core tile
 constexpr int kBlockColumns = 64;  // of y: four tensor-core tiles; a lane ends with 8 neighbours of them
 constexpr int kTiles = 4;
-constexpr int64_t kManyRows = 4096;
 
 // Which slice a CTA's columns lie in, and where.
 struct ColumnRange {
@@ -252,14 +251,15 @@ int launch_expand(const ExpandArgs& args, void* stream) {
                 static_cast<int>(decode_tiles));
 }
 
-// Few rows are a matter of latency, which many small CTAs hide; many rows are one of bytes in flight.
+// Measured on an H200 (bench/results/kernels-h200.json): two blocks to a warp are best at rank 16, but for
+// the middle, where one block makes enough CTAs for the chip. Beyond rank 16 B leaves registers for one.
 template <typename T>
 int launch_expand(const ExpandArgs& args, void* stream) {
-  const bool is_large = args.rows >= kManyRows;
+  constexpr int64_t kFewRows = 64, kManyRows = 4096;
+  const bool is_middle = args.rows > kFewRows && args.rows < kManyRows;
   if (args.site.max_rank <= 16)
-    return is_large ? launch_expand<T, 1, 2, 3>(args, stream) : launch_expand<T, 1, 1, 5>(args, stream);
-  if (args.site.max_rank <= 32)
-    return is_large ? launch_expand<T, 2, 2, 2>(args, stream) : launch_expand<T, 2, 1, 4>(args, stream);
+    return is_middle ? launch_expand<T, 1, 1, 4>(args, stream) : launch_expand<T, 1, 2, 3>(args, stream);
+  if (args.site.max_rank <= 32) return launch_expand<T, 2, 1, 4>(args, stream);
   return launch_expand<T, 4, 1, 3>(args, stream);
 }
 
@@ -272,7 +272,7 @@ bool expand_serves(const ExpandArgs& args) {
     whole_vectors &= site.widths[i] % 8 == 0 && site.offsets[i] % 8 == 0 && site.widths[i] < 1 << 30;
   return is_half(site.dtype) && whole_vectors && site.max_rank % 8 == 0 &&
          is_aligned(args.y, args.y_stride, site.dtype) && fits_grid(args) && compute_capability() >= 90 &&
-         is_compiled_for_sm90(expand_kernel<__half, 1, 1, 5>);
+         is_compiled_for_sm90(expand_kernel<__half, 1, 2, 3>);
 }
 
 int expand(const ExpandArgs& args, void* stream) {
