@@ -324,6 +324,32 @@ def test_C089_concurrent_loads_of_one_adapter_share_one_read(serve, monkeypatch)
     assert all(image is images[0] for image in images)
 
 
+def test_an_adapter_unloaded_while_it_loads_is_not_kept(serve, monkeypatch):
+    pool = serve({"a": "q"})
+    from loramux import store
+
+    read = store.read_lora_file
+
+    def read_and_unload(*arguments):
+        adapter = read(*arguments)
+        pool.spec.remove_adapter("a")
+        pool.unload("a")
+        return adapter
+
+    monkeypatch.setattr(store, "read_lora_file", read_and_unload)
+    assert_serves(pool, "a")  # the step had begun before
+    assert pool.counters["on_host"] == []
+
+
+def test_a_step_that_cannot_be_planned_leaves_no_lease(serve):
+    pool = serve({"a": "q"}, max_slots=1)
+    with pytest.raises(TypeError):
+        pool.begin_step(LoraStep((Segment("a", 1, None),)))
+    assert not pool.active
+    pool.spec.add_adapter("b", pool.spec.adapters["a"])
+    run(pool, "b")
+
+
 def test_rank_takes_its_own_bytes_and_absent_modules_none(serve):
     pool = serve({"a": "qv", "b": "q"})
     one = 2 * 8 * WIDTH * 4  # A and B of a module at rank 4, rounded up to 8, in float32

@@ -13,22 +13,8 @@ import torch
 
 from .errors import AdapterError, SpecError, UnknownAdapter
 from .resource import NodeResourceSpec, Resource, ResourceReqConfig, ResourceStep
-from .target import LoraTarget, ShardId
-
-__all__ = [
-    "AdapterInfo",
-    "LoraBaseOnly",
-    "LoraModuleRef",
-    "LoraReqConfig",
-    "LoraSpec",
-    "LoraStep",
-    "LoraTarget",
-    "Segment",
-    "lora_enabled",
-    "node_capture_key",
-    "resolve_adapter_path",
-    "served_lora_adapters",
-]
+from .target import LoraTarget as LoraTarget
+from .target import ShardId
 
 _NAMES_SHOWN = 8  # how many served names an error lists
 
@@ -227,6 +213,14 @@ class LoraSpec(NodeResourceSpec):
                 self.adapters[name],
                 self.adapter_digests.get(name),
                 self._generations.get(name, 0),
+            )
+
+    def serves(self, registration: Registration) -> bool:
+        """Whether its name still stands for it."""
+        with self._lock:
+            name = registration.name
+            return (
+                name in self.adapters and self._generations.get(name, 0) == registration.generation
             )
 
     def adapter_info(self, name: str) -> AdapterInfo:

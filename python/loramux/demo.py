@@ -225,13 +225,12 @@ def serve(base: Any, paths: dict[str, str], rows: Sequence[Row]) -> Served:
         for _ in range(REPEATS):
             for adapted, batch in ((True, rows), (False, plain_rows)):
                 start = time.perf_counter()
-                greedy(
-                    base, pool, batch, NEW_TOKENS
-                ).tokens.tolist()  # the list waits for the device
+                tokens = greedy(base, pool, batch, NEW_TOKENS).tokens
+                tokens.tolist()  # waits for the device
                 seconds[adapted] = min(seconds[adapted], time.perf_counter() - start)
     pool.close()
-    tokens = len(rows) * NEW_TOKENS
-    return Served(generation, tokens / seconds[True], tokens / seconds[False])
+    count = len(rows) * NEW_TOKENS
+    return Served(generation, count / seconds[True], count / seconds[False])
 
 
 @torch.inference_mode()

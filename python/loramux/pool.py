@@ -214,13 +214,17 @@ class LoraPool(Resource):
             for s in segments
         ]
         scales = [s.scale for s in segments]
-        for grouping, plan in self._plans.items():
-            plan.update(slots, rows[grouping], scales)
-        if self._copy_stream is not None:
-            for slot in slot_of.values():
-                if slot.ready is not None:
-                    torch.cuda.current_stream(self.device).wait_event(slot.ready)
         lease = LoraLease(self, list(slot_of.values()), base_only=not slot_of)
+        try:
+            for grouping, plan in self._plans.items():
+                plan.update(slots, rows[grouping], scales)
+            if self._copy_stream is not None:
+                for slot in slot_of.values():
+                    if slot.ready is not None:
+                        torch.cuda.current_stream(self.device).wait_event(slot.ready)
+        except BaseException:
+            lease.release()
+            raise
         self.current, self.active = lease, bool(slot_of)
         return lease
 
@@ -247,6 +251,7 @@ class LoraPool(Resource):
 
     def close(self) -> None:
         self._loader.shutdown(wait=True, cancel_futures=True)
+        self._arena = self._arena_bytes = self._table = torch.empty(0)
         self._sites.clear()
         self._slot_of.clear()
         self._slots.clear()

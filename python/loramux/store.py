@@ -231,7 +231,8 @@ class LoraStore:
             raise
         with self._lock:
             del self._loading[registration]
-            self._images[registration] = image
+            if self._layout.spec.serves(registration):  # else it was unloaded meanwhile
+                self._images[registration] = image
             while len(self._images) > self._layout.spec.cpu_capacity:
                 self._images.popitem(last=False)
         loading.set_result(image)
