@@ -179,6 +179,7 @@ struct YRows {
 template <typename T, int kGroups, int kBlocks, int kCtas>
 __global__ void __launch_bounds__(kThreads, kCtas)
     expand_kernel(const __grid_constant__ ExpandArgs args, int decode_tiles) {
+#if __CUDA_ARCH__ >= 900
   constexpr int kRanks = kGroups * kGroupRanks;
   let_next_kernel_start();
   const ColumnRange columns = find_columns(args.site, blockIdx.x, kWarps * kBlocks * kBlockColumns);
@@ -238,6 +239,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     run_pass(first, even, odd);
     if (first + kRows < tile.count) run_pass(first + kRows, odd, even);
   }
+#endif
 }
 
 template <typename T, int kGroups, int kBlocks, int kCtas>
@@ -267,12 +269,12 @@ int launch_expand(const ExpandArgs& args, void* stream) {
 
 bool expand_serves(const ExpandArgs& args) {
   const Site& site = args.site;
-  bool whole_vectors = true;
+  if (!is_half(site.dtype) || compute_capability() < 90) return false;
+  static const bool is_compiled = is_compiled_for_sm90(expand_kernel<__half, 1, 2, 3>);
+  bool whole_vectors = site.max_rank % 8 == 0 && is_aligned(args.y, args.y_stride, site.dtype);
   for (int i = 0; i < site.num_slices; ++i)
     whole_vectors &= site.widths[i] % 8 == 0 && site.offsets[i] % 8 == 0 && site.widths[i] < 1 << 30;
-  return is_half(site.dtype) && whole_vectors && site.max_rank % 8 == 0 &&
-         is_aligned(args.y, args.y_stride, site.dtype) && fits_grid(args) && compute_capability() >= 90 &&
-         is_compiled_for_sm90(expand_kernel<__half, 1, 2, 3>);
+  return is_compiled && whole_vectors && fits_grid(args);
 }
 
 int expand(const ExpandArgs& args, void* stream) {

@@ -22,6 +22,7 @@ constexpr int kMaxCluster = 8;
 // kSteps: steps of K whose weights a warp holds at a time.
 template <typename T, int kGroups, int kSteps>
 __global__ void __launch_bounds__(kThreads) shrink_decode_kernel(const __grid_constant__ ShrinkArgs args) {
+#if __CUDA_ARCH__ >= 900
   constexpr int kRanks = kGroups * kGroupRanks;
   const int64_t in_features = args.site.in_features;
   const int slice = blockIdx.z % args.site.num_slices;
@@ -124,6 +125,7 @@ __global__ void __launch_bounds__(kThreads) shrink_decode_kernel(const __grid_co
       args.h[(to * args.site.num_slices + slice) * args.site.max_rank + rank] = sum;
     }
   }
+#endif
 }
 
 template <typename T, int kGroups, int kSteps>
@@ -149,9 +151,10 @@ int shrink(const ShrinkArgs& args, void* stream) {
 
 bool shrink_decode_serves(const ShrinkArgs& args) {
   const Site& site = args.site;
-  return is_half(site.dtype) && site.in_features % 8 == 0 && is_aligned(args.x, args.x_stride, site.dtype) &&
-         fits_grid(args) && compute_capability() >= 90 &&
-         is_compiled_for_sm90(shrink_decode_kernel<__half, 1, 8>);
+  if (!is_half(site.dtype) || compute_capability() < 90) return false;
+  static const bool is_compiled = is_compiled_for_sm90(shrink_decode_kernel<__half, 1, 8>);
+  return is_compiled && site.in_features % 8 == 0 && is_aligned(args.x, args.x_stride, site.dtype) &&
+         fits_grid(args);
 }
 
 int shrink_decode(const ShrinkArgs& args, void* stream) {
