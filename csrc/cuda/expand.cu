@@ -1,6 +1,10 @@
 // The expand on sm_90 and later. A warp holds B of some columns of y in registers, which it asks for before
 // it waits for the kernel that makes h, and goes through the rows of its tile 8 at a time. Ranks are added in
 // groups of 16, so a row gets the same bits in either kind of tile.
+//
+// Floor: 2 bytes x rank x width of each adapter's slice, and y read and written, over 4.2 TB/s; gate_up at
+// rank 16 takes 7.9 us for 32 rows of 32 adapters and 224 us for 8192 rows. B goes to registers in 16-byte
+// loads, h comes from L2, y in whole 128-byte lines.
 #include <algorithm>
 
 #include "cuda/common.cuh"

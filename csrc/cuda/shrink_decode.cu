@@ -1,6 +1,10 @@
 // The shrink of decode tiles (at most 8 rows of one slot) on sm_90 and later. It is bound by A's bytes and by
 // latency: a thread asks for all of its part of A before it waits for the kernel that makes x.
 //
+// Floor: 2 bytes x rank x in_features of each adapter's slice over 4.2 TB/s; qkv at rank 16 and 64
+// adapters 6.0 us. A goes from global memory to registers in 16-byte loads and meets x there; partial sums
+// meet in the shared memory of the cluster's first CTA; h is written once.
+//
 // The order of every sum is fixed by in_features and max_rank alone: K is cut evenly over the warps of a
 // cluster's CTAs in steps of 32. A warp adds its steps up in the tensor core, K rising; then the warps of a
 // CTA are added up, and then the CTAs, in order.

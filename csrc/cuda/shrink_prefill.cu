@@ -2,6 +2,8 @@
 // the ranks of all slices at once, so that x is read once, from a ring of cp.async stages. K is split over
 // the CTAs of a cluster, whose partial sums meet in distributed shared memory.
 //
+// Floor: x once over 4.2 TB/s, 16 us for 8192 rows of 4096; A comes from L2 once a tile.
+//
 // The order of every sum is fixed by in_features alone: within a CTA's part of K the tensor core adds up with
 // K rising; then the parts are added in order.
 #include "cuda/common.cuh"

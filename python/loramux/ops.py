@@ -2,6 +2,10 @@
 
 The operators and their schemas live in csrc/ops.cpp. The functions here take a ``LoraSite`` and a
 ``StepPlan``, check what only the host can see, and call the operator or the torch definition.
+
+On a CUDA device the kernels start reading weights, table and plan while the kernel ahead of them on
+the stream still runs (x, y and h they wait for). Copies are always waited for; a kernel that writes
+weights, a table or a plan must not be the one enqueued just before.
 """
 
 from __future__ import annotations
