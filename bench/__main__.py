@@ -8,6 +8,7 @@ import importlib
 BENCHMARKS = {
     "cpu": "CPU kernels beside grouped and gathered torch, over the decode grid",
     "kernels": "CUDA kernels over the decode and prefill grids, beside the recorded peers",
+    "residency": "host cost of a step and of a load",
 }
 
 

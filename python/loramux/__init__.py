@@ -43,6 +43,7 @@ _NAMES = {
         "AdapterPrefixRoots",
         "adapter_digest",
         "adapter_prefix_root",
+        "prefix_block_keys",
         "read_adapter_digest",
     ),
     "merge": ("merge_adapter",),
@@ -56,7 +57,9 @@ _NAMES = {
         "lora_specs",
         "served_lora_targets",
         "size_lora_specs",
+        "validate_deployment",
     ),
+    "runtime": ("AdapterHold", "LoraRuntime", "ServedAdapter"),
     "site": ("LoraSite",),
     "store": ("LoraImage", "LoraStore"),
 }

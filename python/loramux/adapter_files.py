@@ -2,7 +2,8 @@
 
 The safetensors format is https://huggingface.co/docs/safetensors#format. This reader stands in for
 the library's because that one maps the file: a later edit would change loaded weights, and a
-truncation would kill the process. Here every byte is read once, into memory of its own.
+truncation would kill the process. Here every byte is read once, into memory of its own. The writer
+is for what this reader reads.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from reprlib import repr as short
@@ -101,6 +103,30 @@ def read_sidecar(path: str) -> dict[str, Any] | None:
             sidecar, [f"is {short(config)}; expected PEFT's LoraConfig as an object"]
         )
     return config
+
+
+def write_safetensors(tensors: Mapping[str, torch.Tensor], path: str) -> None:
+    """Write CPU tensors, of the dtypes that are read, as a safetensors file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns the data
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            file.write(tensor_memory(tensor.contiguous()))
 
 
 def tensor_memory(tensor: torch.Tensor) -> memoryview:

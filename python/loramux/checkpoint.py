@@ -113,8 +113,9 @@ def read_lora_file(path: str, convert_keys: ConvertKeys | None = None) -> LoraAd
     tensor comes first. Every byte is read once, so what is returned is what a digest of it names.
 
     Args:
-        convert_keys: applied to the file's tensors first; returns tensors under PEFT's names. The
-            sidecar's patterns then apply to the new module names.
+        convert_keys: applied to the file's tensors first; returns tensors under PEFT's names, as
+            those of ``loramux.converters`` do. The sidecar's patterns then apply to the new module
+            names.
 
     Returns:
         The adapter in the file's dtypes, on the CPU, aliasing nothing of the file.
@@ -236,16 +237,23 @@ def _parse(
     path: str, tensors: Tensors, config: object, convert_keys: ConvertKeys | None
 ) -> LoraAdapter:
     problems: list[str] = []
-    sidecar = PeftConfig() if config is None else parse_peft_config(config, problems)
+    if config is None or _is_mlx(config):
+        sidecar = PeftConfig()
+    else:
+        sidecar = parse_peft_config(config, problems)
+    names_in_file = set(tensors)
     if convert_keys is not None:
-        tensors = convert_keys(tensors)
+        try:
+            tensors = convert_keys(tensors)
+        except AdapterError as error:
+            raise AdapterError(path, [*problems, *error.problems]) from error
     groups = group_factors(tensors, problems)
     if not groups and not problems:
         problems.append(f"none of its {len(tensors)} tensors is a LoRA's; expected A and B")
     ranks, idle_ranks = numbers_by_module(sidecar.rank_pattern, groups, problems)
     alphas, idle_alphas = numbers_by_module(sidecar.alpha_pattern, groups, problems)
     idle = [f"the pattern {key!r} matches no module" for key in idle_ranks + idle_alphas]
-    if convert_keys is not None:
+    if tensors.keys() - names_in_file:
         problems += [f"{text} as convert_keys names them: rename it in the config" for text in idle]
 
     modules: dict[str, LoraModule] = {}
@@ -272,6 +280,13 @@ def _parse(
     if problems:
         raise AdapterError(path, problems)
     return LoraAdapter(modules, path, (*sidecar.notes, *idle, *_absent_targets(sidecar, modules)))
+
+
+def _is_mlx(config: object) -> bool:
+    """Whether a sidecar is mlx-lm's, whose scale ``converters.mlx`` is to be given."""
+    if not isinstance(config, Mapping) or config.keys() & {"peft_type", "r", "lora_alpha"}:
+        return False
+    return config.get("fine_tune_type") == "lora"
 
 
 def _factors(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -18,12 +19,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0; 1 where the demo's output differs from PEFT's; 2 where the arguments, an adapter or the
-        installation do not serve, said on stderr.
+        installation do not serve, said on stderr (by ``inspect`` on stdout).
     """
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command == "generate":
         _check_generate(parser, args)
+    elif args.command == "merge" or (args.command == "inspect" and args.model is not None):
+        _check_model(parser, args.model)
+    elif args.command == "convert" and (args.layout == "kohya") != (args.names is not None):
+        parser.error("--names goes with --layout kohya, whose names only a caller can map")
     try:
         return int(import_module(f".{args.command}", __package__).run(args))
     except LoraError as error:
@@ -78,12 +83,43 @@ def _parser() -> argparse.ArgumentParser:
     )
     for command in (demo, generate):
         command.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+
+    inspect = commands.add_parser("inspect", help="what a deployment would decide of an adapter")
+    inspect.add_argument("path", metavar="PATH", help="a PEFT directory or a safetensors file")
+    inspect.add_argument(
+        "--model", metavar="DIR", help="a transformers model to place the adapter on"
+    )
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+
+    merge = commands.add_parser("merge", help="write a model's folder with an adapter merged")
+    merge.add_argument("--model", required=True, metavar="DIR", help="a transformers model")
+    merge.add_argument("--adapter", required=True, metavar="DIR", help="a PEFT adapter")
+    merge.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
+
+    convert = commands.add_parser("convert", help="write a PEFT directory from another layout")
+    convert.add_argument("path", metavar="FILE", help="a safetensors file")
+    convert.add_argument("out", metavar="DIR", help="the folder to make")
+    convert.add_argument("--layout", required=True, choices=("kohya", "diffusers", "mlx"))
+    convert.add_argument(
+        "--names",
+        metavar="JSON",
+        help="for kohya: an object of the file's module names to the base model's",
+    )
+    convert.add_argument(
+        "--scale",
+        type=_finite,
+        help="every module's, in place of the file's alphas; MLX files state none",
+    )
     return parser
 
 
+def _check_model(parser: argparse.ArgumentParser, folder: str) -> None:
+    if not (Path(folder) / "config.json").is_file():
+        parser.error(f"--model {folder} has no config.json: give a transformers model's folder")
+
+
 def _check_generate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if not (Path(args.model) / "config.json").is_file():
-        parser.error(f"--model {args.model} has no config.json: give a transformers model's folder")
+    _check_model(parser, args.model)
     names = [name for name, _ in args.adapter]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         parser.error(f"--adapter names {', '.join(repeated)} more than once")
@@ -109,4 +145,11 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is not finite")
     return value

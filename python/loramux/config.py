@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
+import itertools
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from .errors import AdapterError, SpecError, UnknownAdapter
+from .overrides import SIZES, override_problems, size_problem
 from .resource import NodeResourceSpec, Resource, ResourceReqConfig, ResourceStep
 from .target import LoraTarget as LoraTarget
 from .target import ShardId
 
 _NAMES_SHOWN = 8  # how many served names an error lists
+_NAMES_COMPARED = 32  # with a name that is not served; comparing takes about 20 us a name
+_NAME_CHARACTERS = 80  # of a client's name that are looked at and shown
+LORA_KEY = "lora"  # of the spec, and the YAML block, that sizes a model's other LoRA specs too
 
 
 class AdapterInfo(NamedTuple):
@@ -38,7 +45,7 @@ class Registration(NamedTuple):
 
     Attributes:
         digest: what the weights must digest to, where the deployment says so.
-        generation: how often the name was registered anew before.
+        generation: which of its spec's registrations it is; 0 for an adapter declared with it.
     """
 
     name: str
@@ -73,12 +80,13 @@ class Segment(NamedTuple):
     """The rows one request puts through the model in a step.
 
     Attributes:
-        adapter: the adapter's name; ``None`` runs the base model.
+        adapter: the adapter's name, or the registration that a request holds (``LoraSpec.hold``);
+            ``None`` runs the base model.
         length: tokens, at least 0.
         scale: the request's own factor on its adapter's delta.
     """
 
-    adapter: str | None
+    adapter: str | Registration | None
     length: int
     scale: float = 1.0
 
@@ -111,17 +119,18 @@ class LoraReqConfig(ResourceReqConfig):
         if not isinstance(self.adapter, str):
             raise UnknownAdapter(f"adapter must be a name or null, got {self.adapter!r}")
         if spec is not None and self.adapter not in spec.adapters:
-            raise UnknownAdapter(unknown_adapter_text(self.adapter, spec))
+            raise UnknownAdapter(unknown_adapter_text(self.adapter, spec.adapters))
 
 
-def unknown_adapter_text(name: str, spec: LoraSpec) -> str:
-    """Say that ``name`` is not served: the nearest served name and a few others."""
-    served = sorted(spec.adapters)
-    near = difflib.get_close_matches(name, served, n=1)
+def unknown_adapter_text(name: str, names: Iterable[str]) -> str:
+    """Say that ``name`` is none of the served ``names``: the nearest of them and a few others."""
+    name, served = name[:_NAME_CHARACTERS], sorted(names)
+    first = max(0, bisect.bisect(served, name) - _NAMES_COMPARED // 2)
+    near = difflib.get_close_matches(name, served[first : first + _NAMES_COMPARED], n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     more = f" and {len(served) - _NAMES_SHOWN} more" if len(served) > _NAMES_SHOWN else ""
     listed = ", ".join(map(repr, served[:_NAMES_SHOWN])) or "none"
-    return f"no adapter {name[:80]!r} is served.{hint} Served: {listed}{more}."
+    return f"no adapter {name!r} is served.{hint} Served: {listed}{more}."
 
 
 @dataclass(eq=False)
@@ -165,15 +174,14 @@ class LoraSpec(NodeResourceSpec):
     def __post_init__(self) -> None:
         self._infos: dict[str, tuple[Registration, AdapterInfo]] = {}
         self._generations: dict[str, int] = {}
+        self._next_generation = itertools.count(1)
+        self._held: Counter[Registration] = Counter()
         self._lock = threading.Lock()
         if self.backend not in ("auto", "torch", "native"):
             raise SpecError(f"backend is {self.backend!r}; use 'auto', 'torch' or 'native'")
-        _check_sizes(
-            num_layers=self.num_layers,
-            max_slots=self.max_slots,
-            max_rank=self.max_rank,
-            cpu_capacity=self.cpu_capacity,
-        )
+        for key in ("num_layers", *SIZES):
+            if (problem := size_problem(getattr(self, key))) is not None:
+                raise SpecError(f"{key} {problem}")
         for name, target in self.targets.items():
             if outside := [i for i in target.layers or () if not 0 <= i < self.num_layers]:
                 raise SpecError(f"target {name!r} has layers {outside} of {self.num_layers}")
@@ -199,29 +207,62 @@ class LoraSpec(NodeResourceSpec):
             if target.layers is None or layer in target.layers
         ]
 
-    def registration(self, name: str) -> Registration:
-        """What ``name`` stands for now. Registering it again makes another, even for one path.
+    def registration(self, adapter: str | Registration) -> Registration:
+        """What a name stands for now, or the registration itself while it is served.
+
+        Registering a name again makes another registration, even for one path.
+
+        Raises:
+            UnknownAdapter: no adapter of that name is served, or the registration no longer is.
+        """
+        if isinstance(adapter, Registration):
+            if not self.serves(adapter):
+                raise UnknownAdapter(
+                    f"the registration of {adapter.name!r} is neither served nor held any longer: "
+                    "hold it from admission to the request's last step"
+                )
+            return adapter
+        with self._lock:
+            return self._current(adapter)
+
+    def hold(self, name: str) -> Registration:
+        """What ``name`` stands for now, served until ``release`` whatever the name comes to mean.
+
+        A request holds its adapter from admission to its end, so that a replacement or an unload
+        meanwhile leaves it on the weights it began with.
 
         Raises:
             UnknownAdapter: no adapter of that name is served.
         """
         with self._lock:
-            if name not in self.adapters:
-                raise UnknownAdapter(unknown_adapter_text(name, self))
-            return Registration(
-                name,
-                self.adapters[name],
-                self.adapter_digests.get(name),
-                self._generations.get(name, 0),
-            )
+            registration = self._current(name)
+            self._held[registration] += 1
+            return registration
+
+    def release(self, registration: Registration) -> None:
+        """End one ``hold``."""
+        with self._lock:
+            self._held[registration] -= 1
+            if self._held[registration] <= 0:
+                del self._held[registration]
 
     def serves(self, registration: Registration) -> bool:
-        """Whether its name still stands for it."""
+        """Whether its name still stands for it or a request holds it."""
         with self._lock:
             name = registration.name
-            return (
+            return registration in self._held or (
                 name in self.adapters and self._generations.get(name, 0) == registration.generation
             )
+
+    def _current(self, name: str) -> Registration:
+        if name not in self.adapters:
+            raise UnknownAdapter(unknown_adapter_text(name, self.adapters))
+        return Registration(
+            name,
+            self.adapters[name],
+            self.adapter_digests.get(name),
+            self._generations.get(name, 0),
+        )
 
     def adapter_info(self, name: str) -> AdapterInfo:
         """Rank, unmapped and misfitting modules of a configured adapter, read once and cached.
@@ -272,13 +313,14 @@ class LoraSpec(NodeResourceSpec):
         if problems:
             raise AdapterError(name, problems)
 
-    def add_adapter(self, name: str, path: str, digest: bytes | None = None) -> None:
+    def add_adapter(self, name: str, path: str, digest: bytes | None = None) -> Registration:
         """Serve ``name`` from ``path``, whose weights digest to ``digest``, from now on."""
         with self._lock:
             self._forget(name)
-            self.adapters[name] = path
+            self._register(name, path)
             if digest is not None:
                 self.adapter_digests[name] = digest
+            return self._current(name)
 
     def remove_adapter(self, name: str) -> None:
         """Stop serving ``name``.
@@ -288,14 +330,16 @@ class LoraSpec(NodeResourceSpec):
         """
         with self._lock:
             if name not in self.adapters:
-                raise UnknownAdapter(unknown_adapter_text(name, self))
+                raise UnknownAdapter(unknown_adapter_text(name, self.adapters))
             self._forget(name)
 
+    def _register(self, name: str, path: str) -> None:
+        self.adapters[name] = path
+        self._generations[name] = next(self._next_generation)
+
     def _forget(self, name: str) -> None:
-        self.adapters.pop(name, None)
-        self.adapter_digests.pop(name, None)
-        self._infos.pop(name, None)
-        self._generations[name] = self._generations.get(name, 0) + 1
+        for table in (self.adapters, self.adapter_digests, self._infos, self._generations):
+            table.pop(name, None)
 
     def stop_ignoring(self, modules: Callable[[str], bool]) -> None:
         """Refuse, rather than ignore, the checkpoint modules ``modules`` matches."""
@@ -322,60 +366,35 @@ class LoraSpec(NodeResourceSpec):
                 model, so names that only another spec declares are not an error here.
 
         Raises:
-            SpecError: a value out of range or of another type, with its name.
+            SpecError: values out of range or of another type; lists all of them.
         """
-        sizes = dict(max_slots=max_slots, max_rank=max_rank, cpu_capacity=cpu_capacity)
-        given = {key: value for key, value in sizes.items() if value is not None}
-        _check_sizes(**given)
-        for key, names in (("adapters", adapters), ("adapter_digests", adapter_digests)):
-            _check_string_mapping(key, names)
-        digests = {
-            name: _digest_bytes(name, text) for name, text in (adapter_digests or {}).items()
-        }
-        served = self.adapters if adapters is None else adapters
-        if strays := sorted(set(digests) - set(served)):
-            raise SpecError(f"adapter_digests names {strays}, which are not among the adapters")
-        if targets is not None and not (
-            isinstance(targets, list) and all(isinstance(name, str) for name in targets)
-        ):
-            raise SpecError(f"targets must be a list of names, got {targets!r}")
+        block = dict(
+            max_slots=max_slots,
+            max_rank=max_rank,
+            cpu_capacity=cpu_capacity,
+            adapters=adapters,
+            adapter_digests=adapter_digests,
+            targets=targets,
+        )
+        given = {key: value for key, value in block.items() if value is not None}
+        if problems := override_problems(given, self.adapters):
+            raise SpecError("; ".join(f"{path} {problem}" for path, problem in problems))
 
-        for key, value in given.items():
-            setattr(self, key, value)
-        if adapters is not None:
-            for name in list(self.adapters):
-                self._forget(name)
-            self.adapters.update(adapters)
-        self.adapter_digests.update(digests)
+        for key in SIZES:
+            setattr(self, key, given.get(key, getattr(self, key)))
+        with self._lock:
+            if adapters is not None:
+                for name in list(self.adapters):
+                    self._forget(name)
+                for name, path in adapters.items():
+                    self._register(name, path)
+            for name, text in (adapter_digests or {}).items():
+                self.adapter_digests[name] = bytes.fromhex(text)
         if targets is not None:
             dropped = frozenset(self.targets) - frozenset(targets)
             self.dropped_targets |= dropped
             self.targets = {n: t for n, t in self.targets.items() if n not in dropped}
         self._infos.clear()
-
-
-def _check_sizes(**sizes: object) -> None:
-    for key, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise SpecError(f"{key} must be a positive integer, got {value!r}")
-
-
-def _check_string_mapping(key: str, value: object) -> None:
-    if value is not None and not (
-        isinstance(value, Mapping)
-        and all(isinstance(k, str) and isinstance(v, str) for k, v in value.items())
-    ):
-        raise SpecError(f"{key} must map names to strings, got {value!r}")
-
-
-def _digest_bytes(name: str, text: str) -> bytes:
-    try:
-        digest = bytes.fromhex(text)
-    except ValueError:
-        digest = b""
-    if len(digest) != 32:
-        raise SpecError(f"adapter_digests[{name!r}] is {text!r}, not 64 hexadecimal digits")
-    return digest
 
 
 def lora_enabled(model_config: Mapping[str, Any]) -> bool:
@@ -391,7 +410,7 @@ def served_lora_adapters(model_config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _lora_block(model_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     resources = model_config.get("resources")
-    block = resources.get("lora") if isinstance(resources, Mapping) else None
+    block = resources.get(LORA_KEY) if isinstance(resources, Mapping) else None
     return block if isinstance(block, Mapping) else None
 
 

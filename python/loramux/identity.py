@@ -9,17 +9,19 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from .adapter_files import in_parallel, tensor_memory
 from .checkpoint import LoraAdapter, read_lora_file
 from .config import LoraSpec
+from .errors import UnknownAdapter
 
 _DIGEST_DOMAIN = b"loramux adapter digest 1\0"
 _ROOT_DOMAIN = b"loramux prefix root 1\0"
 _BASE_ROOT = b""
+_BLOCK_DOMAIN = b"loramux block key 1\0"
 
 
 def adapter_digest(adapter: LoraAdapter) -> bytes:
@@ -63,6 +65,41 @@ def read_adapter_digest(spec: LoraSpec, path: str) -> bytes:
         AdapterError: it cannot be served.
     """
     return adapter_digest(read_lora_file(path, spec.convert_keys))
+
+
+def prefix_block_keys(root: bytes | None, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """The keys of a prompt's whole blocks, each of its tokens and all before them, from a root.
+
+    Args:
+        root: what ``AdapterPrefixRoots.root`` says of the request's adapter, or for the base model
+            ``adapter_prefix_root(None)``. There is no default: a forgotten adapter would read and
+            fill the base model's blocks.
+        tokens: token ids of the prompt; those after the last whole block have no key.
+        block_size: tokens a block.
+
+    Returns:
+        32 bytes a block. Equal keys mean equal weights and equal tokens up to the block's end.
+
+    Raises:
+        UnknownAdapter: no root: the request must not be keyed.
+        ValueError: a root that is neither empty nor 32 bytes.
+    """
+    if root is None:
+        raise UnknownAdapter(
+            "the request's adapter has no prefix root: run it without the prefix cache, or key it "
+            "under adapter_prefix_root(None) if it is on the base model"
+        )
+    if len(root) not in (len(_BASE_ROOT), 32):
+        raise ValueError(f"a prefix root is empty or 32 bytes, got {len(root)} bytes")
+    keys = []
+    parent = root
+    for end in range(block_size, len(tokens) + 1, block_size):
+        block = struct.pack(f"<{block_size}q", *tokens[end - block_size : end])
+        # The parent's length keeps the base's empty root apart from roots that spell tokens.
+        head = _BLOCK_DOMAIN + struct.pack("<q", len(parent))
+        parent = hashlib.sha256(head + parent + block).digest()
+        keys.append(parent)
+    return keys
 
 
 class AdapterPrefixRoots:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableMapping
+import argparse
+import os
+import shutil
+from collections.abc import Collection, Mapping, MutableMapping
+from dataclasses import replace
+from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
-from .checkpoint import LoraAdapter, LoraModule
+from .adapter_files import read_safetensors, write_safetensors
+from .checkpoint import LoraAdapter, LoraModule, read_lora_file
 from .errors import AdapterError
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".msgpack", ".h5", ".gguf")
 
 
 def merge_adapter(
@@ -31,9 +39,74 @@ def merge_adapter(
         AdapterError: modules that the state lacks, that do not fit their weight, or whose weight is
             tied to another name's. Nothing was replaced.
     """
-    names: dict[int, list[str]] = {}
-    for name, tensor in state.items():
-        names.setdefault(tensor.data_ptr(), []).append(name)
+    problems = _misfits(state, adapter, fan_in_fan_out)
+    problems += _tied({name: tensor.data_ptr() for name, tensor in state.items()}, adapter)
+    if problems:
+        raise AdapterError(adapter.path, problems)
+    for module, lora in adapter.modules.items():
+        weight = state[f"{module}.weight"]
+        state[f"{module}.weight"] = _merged(weight, lora, _transposed(module, lora, fan_in_fan_out))
+
+
+def merge_files(
+    model: str, adapter: LoraAdapter, out: str, fan_in_fan_out: Collection[str] = ()
+) -> None:
+    """Write the model in the folder ``model`` to the new folder ``out``, the adapter merged.
+
+    One safetensors file of the model is in memory at a time. What else is in the folder is copied
+    last, folders and weights in other formats excepted: what a failure leaves has no config.
+
+    Args:
+        fan_in_fan_out: as for :func:`merge_adapter`.
+
+    Raises:
+        AdapterError: as :func:`merge_adapter`, before anything is written; or a file that cannot
+            be read or written, or a folder ``out`` that exists.
+    """
+    files = sorted(Path(model).glob("*.safetensors"))
+    state = {n: t for file in files for n, t in read_safetensors(str(file), weights=False).items()}
+    if problems := _misfits(state, adapter, fan_in_fan_out):
+        raise AdapterError(adapter.path, problems)
+    try:
+        os.makedirs(out)
+        for file in tqdm(files, desc="merge", unit="file"):
+            _merge_file(file, adapter, os.path.join(out, file.name), fan_in_fan_out)
+        for file in Path(model).iterdir():
+            if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES:
+                shutil.copy(file, out)
+    except OSError as error:
+        raise AdapterError(
+            out, [f"cannot be written: {error.strerror}; expected the path of a new folder"]
+        ) from error
+
+
+def run(args: argparse.Namespace) -> int:
+    """``loramux merge``: a transformers model's folder and an adapter's, to a new folder."""
+    from .skeleton import load_skeleton
+
+    skeleton = load_skeleton(args.model)
+    adapter = read_lora_file(args.adapter)
+    parameters = skeleton.named_parameters(remove_duplicate=False)
+    if problems := _tied({name: id(parameter) for name, parameter in parameters}, adapter):
+        raise AdapterError(args.adapter, problems)
+    modules = skeleton.named_modules()
+    conv1d = {name for name, module in modules if type(module).__name__ == "Conv1D"}
+    merge_files(args.model, adapter, args.out, conv1d)
+    return 0
+
+
+def _merge_file(
+    file: Path, adapter: LoraAdapter, out: str, fan_in_fan_out: Collection[str]
+) -> None:
+    state = read_safetensors(str(file))
+    here = {name: m for name, m in adapter.modules.items() if f"{name}.weight" in state}
+    merge_adapter(state, replace(adapter, modules=here), fan_in_fan_out)
+    write_safetensors(state, out)
+
+
+def _misfits(
+    state: Mapping[str, torch.Tensor], adapter: LoraAdapter, fan_in_fan_out: Collection[str]
+) -> list[str]:
     problems = []
     for module, lora in adapter.modules.items():
         weight = state.get(f"{module}.weight")
@@ -47,15 +120,21 @@ def merge_adapter(
                 f"module {module!r} has a delta {list(expected)}, the weight is "
                 f"{list(weight.shape)} {weight.dtype}; expected equal shapes and one of {_DTYPES}"
             )
-        if len(tied := names[weight.data_ptr()]) > 1:
-            problems.append(
-                f"the weights {tied} are one tensor: clone them in the state to untie them"
-            )
-    if problems:
-        raise AdapterError(adapter.path, problems)
-    for module, lora in adapter.modules.items():
-        weight = state[f"{module}.weight"]
-        state[f"{module}.weight"] = _merged(weight, lora, _transposed(module, lora, fan_in_fan_out))
+    return problems
+
+
+def _tied(identities: Mapping[str, int], adapter: LoraAdapter) -> list[str]:
+    """Faults of modules whose weight is another name's too, from what tells weights apart."""
+    names: dict[int, list[str]] = {}
+    for name, identity in identities.items():
+        names.setdefault(identity, []).append(name)
+    weights = [f"{module}.weight" for module in adapter.modules]
+    shared = [names[identities[weight]] for weight in weights if weight in identities]
+    return [
+        f"the weights {tied} are one tensor: clone them in the state, or save the model untied"
+        for tied in shared
+        if len(tied) > 1
+    ]
 
 
 def _transposed(module: str, lora: LoraModule, fan_in_fan_out: Collection[str]) -> bool:

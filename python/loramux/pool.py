@@ -8,15 +8,17 @@ stream; the compute stream waits for them, and a copy waits for the last step th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import compress, repeat
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from .backend import resolve_backend
-from .config import LoraBaseOnly, LoraSpec, LoraStep, Registration, Segment
+from .config import LoraBaseOnly, LoraSpec, LoraStep, Registration
 from .errors import LoraError, PlanMismatch, PoolExhausted
 from .plan import StepPlan
 from .resource import Resource
@@ -195,7 +197,7 @@ class LoraPool(Resource):
         """Make the step's adapters resident, lease their slots and write its plans.
 
         Raises:
-            UnknownAdapter: a segment names an adapter that the spec does not serve.
+            UnknownAdapter: a segment's adapter is none that the spec serves.
             AdapterError: an adapter's file cannot be served.
             PoolExhausted: more distinct adapters than slots, or too few slots that no other step
                 leases.
@@ -204,28 +206,28 @@ class LoraPool(Resource):
             In each case the pool is as it was.
         """
         segments = step.segments or ()
-        rows = {grouping: _rows(segments, grouping) for grouping in self._plans}
-        self._make_room(rows)
-        names = dict.fromkeys(s.adapter for s in segments if s.adapter is not None and s.length > 0)
-        wanted = {name: self.spec.registration(name) for name in names}
-        slot_of = self._acquire(list(wanted.values()))
-        slots = [
-            0 if s.adapter is None or s.length == 0 else slot_of[wanted[s.adapter]].index
-            for s in segments
-        ]
-        scales = [s.scale for s in segments]
-        lease = LoraLease(self, list(slot_of.values()), base_only=not slot_of)
+        adapters, lengths, scales = zip(*segments, strict=True) if segments else ((), (), ())
+        rows = {grouping: self._rows(lengths, grouping) for grouping in self._plans}
+        names = dict.fromkeys(compress(adapters, lengths))
+        names.pop(None, None)
+        leased = self._acquire([self.spec.registration(name) for name in names])
+        lease = LoraLease(self, leased, base_only=not leased)
+        index_of = {name: slot.index for name, slot in zip(names, leased, strict=True)}
+        slots = list(map(index_of.get, adapters, repeat(0)))
         try:
+            self._set_current(None)  # its plans are about to be overwritten
             for grouping, plan in self._plans.items():
+                if (total := sum(rows[grouping])) > plan.max_rows:
+                    plan.reserve(1 << (total - 1).bit_length())
                 plan.update(slots, rows[grouping], scales)
             if self._copy_stream is not None:
-                for slot in slot_of.values():
+                for slot in leased:
                     if slot.ready is not None:
                         torch.cuda.current_stream(self.device).wait_event(slot.ready)
         except BaseException:
             lease.release()
             raise
-        self.current, self.active = lease, bool(slot_of)
+        self._set_current(lease)
         return lease
 
     def prefetch(self, names: Iterable[str]) -> None:
@@ -239,15 +241,29 @@ class LoraPool(Resource):
         for registration in [self.spec.registration(name) for name in names]:
             self._loader.submit(self._prefetch, registration)
 
+    def read(self, path: str) -> LoraImage:
+        """Read, check and pack the adapter at ``path``, which need not be registered yet.
+
+        Raises:
+            AdapterError: it cannot be served. Nothing was changed.
+        """
+        return self._store.read(path)
+
+    def adopt(self, registration: Registration, image: LoraImage) -> None:
+        """Keep on the host what ``read`` returned for the path that was then registered."""
+        self._store.put(registration, image)
+
     def unload(self, name: str) -> None:
-        """Free what ``name`` holds: its images now, a leased slot when its last lease ends."""
+        """Free what ``name`` stood for, once the spec no longer serves it.
+
+        That is its images now, and a leased slot when its last lease ends.
+        """
         self._store.drop(name)
         with self._lock:
             for slot in self._slots:
-                if slot.holds is not None and slot.holds.name == name:
-                    del self._slot_of[slot.holds]
-                    if slot.leases == 0:
-                        slot.holds = None
+                held = slot.holds
+                if held is not None and held.name == name and not self.spec.serves(held):
+                    self._forget(slot)
 
     def close(self) -> None:
         self._loader.shutdown(wait=True, cancel_futures=True)
@@ -257,94 +273,126 @@ class LoraPool(Resource):
         self._slots.clear()
         self.current, self.active = None, False
 
-    def _make_room(self, rows: Mapping[int, list[int]]) -> None:
-        """Grow the plans to hold a step, or refuse it where their size is fixed."""
-        for grouping, counts in rows.items():
-            total = sum(counts)
-            if total <= self._plans[grouping].max_rows:
-                continue
-            if self._fixed_rows is not None:
+    def _rows(self, lengths: Sequence[int], grouping: int) -> Sequence[int]:
+        """Rows that a linear of a row grouping sees of each segment."""
+        for length in lengths if grouping > 1 or min(lengths, default=0) < 0 else ():
+            if length < 0 or length % grouping:
                 raise PlanMismatch(
-                    f"the step has {total} rows, the pool's max_rows is {self._fixed_rows}: "
-                    "split the step or build the pool with more"
+                    f"a segment of {length} tokens has no whole rows of {grouping or 1} tokens"
                 )
-            self._plans[grouping].reserve(1 << (total - 1).bit_length())
+        if grouping == 0:
+            lengths = [1 if length else 0 for length in lengths]
+        elif grouping > 1:
+            lengths = [length // grouping for length in lengths]
+        if self._fixed_rows is not None and sum(lengths) > self._fixed_rows:
+            raise PlanMismatch(
+                f"the step has {sum(lengths)} rows, the pool's max_rows is {self._fixed_rows}: "
+                "split the step or build the pool with more"
+            )
+        return lengths
 
-    def _acquire(self, wanted: list[Registration]) -> dict[Registration, _Slot]:
-        """Lease a slot for every adapter, installing those that have none.
+    def _set_current(self, lease: LoraLease | None) -> None:
+        with self._lock:
+            self.current, self.active = lease, lease is not None and not lease.base_only
+
+    def _acquire(self, wanted: list[Registration], leases: int = 1) -> list[_Slot]:
+        """The slots of adapters, each leased ``leases`` times; installs those that have none.
 
         Images are read without the lock, so residency is looked at again after every read.
         """
-        if len(wanted) > len(self._slots):
-            raise PoolExhausted(
-                f"the step names {len(wanted)} adapters, the pool has {len(self._slots)} slots: "
-                "split the step or raise max_slots"
-            )
         images: dict[Registration, LoraImage] = {}
         while True:
             with self._lock:
-                missing = [r for r in wanted if r not in self._slot_of]
-                if all(r in images for r in missing):
-                    return self._install_all(wanted, missing, images)
+                slots = [self._slot_of.get(registration) for registration in wanted]
+                missing = dict.fromkeys(compress(wanted, [slot is None for slot in slots]))
+                free = self._free_slots(slots, len(missing)) if missing else []
+                if all(registration in images for registration in missing):
+                    self._install({r: images[r] for r in missing}, free)
+                    return self._lease(wanted, missing, leases)
             for registration in missing:
                 if registration not in images:
                     images[registration] = self._store.get(registration)
 
-    def _install_all(
-        self,
-        wanted: list[Registration],
-        missing: list[Registration],
-        images: Mapping[Registration, LoraImage],
-    ) -> dict[Registration, _Slot]:
-        resident = {self._slot_of[r].index for r in wanted if r in self._slot_of}
-        free = [s for s in self._slots if s.leases == 0 and s.index not in resident]
-        if len(free) < len(missing):
+    def _lease(
+        self, wanted: list[Registration], installed: Collection[Registration], leases: int
+    ) -> list[_Slot]:
+        self._counts["hits"] += len(wanted) - len(installed)
+        self._counts["misses"] += len(installed)
+        self._clock += 1
+        slots = [self._slot_of[registration] for registration in wanted]
+        for slot in slots:
+            slot.leases += leases
+            slot.used_at = self._clock
+        for registration in installed:
+            if not self.spec.serves(registration):  # it was unloaded meanwhile
+                self._forget(self._slot_of[registration])
+        return slots
+
+    def _free_slots(self, kept: Collection[_Slot | None], count: int) -> list[_Slot]:
+        """``count`` slots to install in: empty ones, then those used longest ago."""
+        distinct = count + len({slot for slot in kept if slot is not None})
+        if distinct > len(self._slots):
             raise PoolExhausted(
-                f"{len(missing)} adapters need slots, {len(free)} of {len(self._slots)} are not "
+                f"the step names {distinct} adapters, the pool has {len(self._slots)} slots: "
+                "split the step or raise max_slots"
+            )
+        free = [slot for slot in self._slots if slot.leases == 0 and slot not in kept]
+        if len(free) < count:
+            raise PoolExhausted(
+                f"{count} adapters need slots, {len(free)} of {len(self._slots)} are not "
                 "leased: release earlier steps first or raise max_slots"
             )
         free.sort(key=lambda slot: (slot.holds is not None, slot.used_at))
-        for registration, slot in zip(missing, free, strict=False):
-            self._install(registration, images[registration], slot)
-        self._counts["hits"] += len(wanted) - len(missing)
-        self._counts["misses"] += len(missing)
-        self._clock += 1
-        leased = {r: self._slot_of[r] for r in wanted}
-        for slot in leased.values():
-            slot.leases += 1
-            slot.used_at = self._clock
-        return leased
+        return free[:count]
 
-    def _install(self, registration: Registration, image: LoraImage, slot: _Slot) -> None:
-        if slot.holds is not None:
-            self._counts["evictions"] += 1
-            self._slot_of.pop(slot.holds, None)
-        start = (slot.index - 1) * self._layout.slot_bytes
-        row = image.table_row(start // 128)
+    def _install(self, images: Mapping[Registration, LoraImage], slots: Sequence[_Slot]) -> None:
+        """Copy each image to its slot. All that can fail on the host is done before any copy."""
+        starts = [(slot.index - 1) * self._layout.slot_bytes for slot in slots]
+        rows = [
+            image.table_row(start // 128)
+            for image, start in zip(images.values(), starts, strict=True)
+        ]
+        if self._copy_stream is not None:
+            rows = [row.pin_memory() for row in rows]
+        for (registration, image), slot, start, row in zip(
+            images.items(), slots, starts, rows, strict=True
+        ):
+            if slot.holds is not None:
+                self._counts["evictions"] += 1
+                self._forget(slot)
+            self._copy(image, row, slot, start)
+            slot.holds = registration
+            self._slot_of[registration] = slot
+            self._counts["copies"] += 1
+            self._counts["copied_bytes"] += image.data.numel()
+
+    def _copy(self, image: LoraImage, row: torch.Tensor, slot: _Slot, start: int) -> None:
         target = self._arena_bytes[start : start + image.data.numel()]
         if self._copy_stream is None:
             target.copy_(image.data)
             self._table[slot.index].copy_(row)
-        else:
-            with torch.cuda.stream(self._copy_stream):
-                if slot.idle is not None:
-                    self._copy_stream.wait_event(slot.idle)
-                target.copy_(image.data, non_blocking=True)
-                self._table[slot.index].copy_(row.pin_memory(), non_blocking=True)
-                slot.ready = torch.cuda.Event()
-                slot.ready.record()
-        slot.holds = registration
-        self._slot_of[registration] = slot
-        self._counts["copies"] += 1
-        self._counts["copied_bytes"] += image.data.numel()
+            return
+        with torch.cuda.stream(self._copy_stream):
+            if slot.idle is not None:
+                self._copy_stream.wait_event(slot.idle)
+            target.copy_(image.data, non_blocking=True)
+            self._table[slot.index].copy_(row, non_blocking=True)
+            slot.ready = torch.cuda.Event()
+            slot.ready.record()
+
+    def _forget(self, slot: _Slot) -> None:
+        """Let no later step find what a slot holds; it is free once no step leases it."""
+        if slot.holds is not None:
+            self._slot_of.pop(slot.holds, None)
+        if slot.leases == 0:
+            slot.holds = None
 
     def _prefetch(self, registration: Registration) -> None:
-        try:
-            leased = self._acquire([registration])
-        except LoraError:
-            return  # the step that names it will say what is wrong
-        with self._lock:
-            self._unlease(list(leased.values()))
+        with suppress(LoraError):  # the step that names it will say what is wrong
+            try:
+                self._acquire([registration], leases=0)
+            except PoolExhausted:
+                self._store.get(registration)
 
     def _release(self, lease: LoraLease) -> None:
         with self._lock:
@@ -357,24 +405,8 @@ class LoraPool(Resource):
                 idle.record(torch.cuda.current_stream(self.device))
             for slot in lease._slots:
                 slot.idle = idle
-            self._unlease(lease._slots)
+                slot.leases -= 1
+                if slot.leases == 0 and slot.holds not in self._slot_of:
+                    slot.holds = None  # it was unloaded while leased
             if self.current is lease:
                 self.current, self.active = None, False
-
-    def _unlease(self, slots: list[_Slot]) -> None:
-        for slot in slots:
-            slot.leases -= 1
-            if slot.leases == 0 and slot.holds is not None and slot.holds not in self._slot_of:
-                slot.holds = None  # it was unloaded while leased
-
-
-def _rows(segments: Iterable[Segment], grouping: int) -> list[int]:
-    """Rows that a linear of a row grouping sees of each segment."""
-    rows = []
-    for segment in segments:
-        if segment.length < 0 or (grouping > 1 and segment.length % grouping):
-            raise PlanMismatch(
-                f"a segment of {segment.length} tokens has no whole rows of {grouping or 1} tokens"
-            )
-        rows.append(min(segment.length, 1) if grouping == 0 else segment.length // grouping)
-    return rows

@@ -229,20 +229,39 @@ class LoraStore:
                 del self._loading[registration]
             loading.set_exception(error)
             raise
+        self.put(registration, image)
         with self._lock:
             del self._loading[registration]
-            if self._layout.spec.serves(registration):  # else it was unloaded meanwhile
-                self._images[registration] = image
-            while len(self._images) > self._layout.spec.cpu_capacity:
-                self._images.popitem(last=False)
         loading.set_result(image)
         return image
 
+    def read(self, path: str) -> LoraImage:
+        """The image of the adapter at ``path``, read and packed but not kept.
+
+        Raises:
+            AdapterError: the file cannot be served.
+        """
+        started = time.perf_counter()
+        adapter = read_lora_file(path, self._layout.spec.convert_keys)
+        image = pack_image(adapter, self._layout, pin=self._pin)
+        with self._lock:
+            self.load_seconds += time.perf_counter() - started
+        return image
+
+    def put(self, registration: Registration, image: LoraImage) -> None:
+        """Keep an image, unless its adapter was unloaded while it was read."""
+        with self._lock:
+            if self._layout.spec.serves(registration):
+                self._images[registration] = image
+            while len(self._images) > self._layout.spec.cpu_capacity:
+                self._images.popitem(last=False)
+
     def drop(self, name: str) -> None:
-        """Forget every image of ``name``."""
+        """Forget the images of ``name`` that the spec no longer serves."""
         with self._lock:
             for registration in [r for r in self._images if r.name == name]:
-                del self._images[registration]
+                if not self._layout.spec.serves(registration):
+                    del self._images[registration]
 
     @property
     def names(self) -> list[str]:
@@ -251,10 +270,7 @@ class LoraStore:
             return [registration.name for registration in self._images]
 
     def _load(self, registration: Registration) -> LoraImage:
-        started = time.perf_counter()
-        spec = self._layout.spec
-        adapter = read_lora_file(registration.path, spec.convert_keys)
-        image = pack_image(adapter, self._layout, pin=self._pin)
+        image = self.read(registration.path)
         if registration.digest is not None and registration.digest != image.digest:
             raise AdapterError(
                 registration.name,
@@ -263,6 +279,4 @@ class LoraStore:
                     f"{registration.digest.hex()}: restore the file or register its new digest"
                 ],
             )
-        with self._lock:
-            self.load_seconds += time.perf_counter() - started
         return image

@@ -26,15 +26,16 @@ _LAYOUTS = [
         (r"\.lora_mid\b", "a Tucker core of a convolution, which is no plain LoRA"),
         (
             r"^lora_[^.]+\.|\.lora_(down|up)\b|^diffusion_model\.",
-            "kohya layout, whose names are ambiguous: name every module with convert_keys",
+            "kohya layout, whose names are ambiguous: name every module with "
+            "convert_keys=converters.kohya(name_map)",
         ),
         (
             r"^(transformer|unet|text_encoder|text_encoder_2)\.",
-            "Diffusers layout: rename to PEFT's base_model.model.<module> with convert_keys",
+            "Diffusers layout: read with convert_keys=converters.diffusers()",
         ),
         (
             r"\.lora_[ab]$",
-            "MLX layout, A and B transposed: rename and transpose them with convert_keys",
+            "MLX layout, A and B transposed: read with convert_keys=converters.mlx(scale=...)",
         ),
         (r"\.(linear_in|linear_out|lora_kqv_adapter)\.", "Megatron layout: export to PEFT"),
         (r"(\.base_layer|\bexperts)\.lora_", "expert parameters, which are not served"),

@@ -1,0 +1,186 @@
+"""What residency costs the host: a step whose adapters are all resident, its plan, and one load.
+
+``load_ratio`` compares what the store does with a file (read, validate, convert, pack, digest) with
+the least that any loader must do: read the same bytes, in parallel, and hash them. The two take
+turns on one file in the page cache, each into memory of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from loramux import LoraPool, LoraSpec, LoraStep, LoraTarget, Segment, StepPlan
+from loramux.checkpoint import read_lora_file
+from loramux.config import LoraModuleRef
+from loramux.store import SlotLayout, pack_image
+
+from .common import write_results
+
+ADAPTERS, SEGMENTS = 64, 256
+LAYERS, RANK = 32, 16
+LINEARS = {  # of Llama-3.1-8B: inputs and outputs; 84 MB at rank 16 in bfloat16
+    "q": (4096, 4096),
+    "k": (4096, 1024),
+    "v": (4096, 1024),
+    "o": (4096, 4096),
+    "gate": (4096, 14336),
+    "up": (4096, 14336),
+    "down": (14336, 4096),
+}
+CHUNK_BYTES = 4 << 20
+WIDTH = 32  # of the linears whose weights do not matter
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="of the pool's slots")
+    parser.add_argument("--turns", type=int, default=1000, help="of each figure but load_ratio")
+    parser.add_argument("--loads", type=int, default=11, help="turns of load_ratio")
+
+
+def run(options: argparse.Namespace) -> None:
+    print(f"{os.cpu_count()} cores, device {options.device}; medians")
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [
+            *begin_step_rows(Path(folder), options.device, options.turns),
+            planner_row("planner_us_256x64", SEGMENTS, 1, options.turns),
+            planner_row("planner_us_64x128", ADAPTERS, 128, options.turns),
+            load_row(Path(folder), options.device == "cuda", options.loads),
+        ]
+    for row in rows:
+        figure, value, *about = row.items()
+        print(f"{figure[1]:20} {value[1]:8.2f}  {', '.join(f'{k} {v}' for k, v in about)}")
+    write_results(options.json, rows)
+
+
+def begin_step_rows(folder: Path, device: str, turns: int) -> list[dict[str, Any]]:
+    """256 segments over 64 resident adapters, with one row grouping and with three."""
+    one = {"linear": LoraTarget(WIDTH, (WIDTH,))}
+    three = {
+        **one,
+        "folded": LoraTarget(WIDTH, (WIDTH,), token_fold=4),
+        "head": LoraTarget(WIDTH, (WIDTH,), per_segment=True),
+    }
+    names = [f"adapter-{i}" for i in range(ADAPTERS)]
+    modules = {"linear": (WIDTH, WIDTH)}
+    path = write_adapter(folder / "small", modules, 4, torch.float32)
+    rows = []
+    for targets, length in ((one, 1), (three, 4)):
+        spec = _spec(targets, 1, max_slots=ADAPTERS, adapters=dict.fromkeys(names, path))
+        pool = LoraPool.build(spec, device=device)
+        step = LoraStep(tuple(Segment(names[i % ADAPTERS], length) for i in range(SEGMENTS)))
+        pool.begin_step(step).release()
+        begins, releases = [], []
+        for _ in range(turns):
+            start = time.perf_counter()
+            lease = pool.begin_step(step)
+            begun = time.perf_counter()
+            lease.release()
+            begins.append(begun - start)
+            releases.append(time.perf_counter() - begun)
+        pool.close()
+        rows.append(
+            {
+                "figure": "begin_step_us",
+                "value": round(median(begins) * 1e6, 2),
+                "release_us": round(median(releases) * 1e6, 2),
+                "groupings": len(targets),
+                "segments": SEGMENTS,
+                "tokens": length,
+            }
+        )
+    return rows
+
+
+def planner_row(figure: str, segments: int, length: int, turns: int) -> dict[str, Any]:
+    """A plan of ``segments`` segments over 64 slots, written to host memory."""
+    plan = StepPlan(segments * length, ADAPTERS + 1)
+    slots = [1 + i % ADAPTERS for i in range(segments)]
+    lengths, scales = [length] * segments, [1.0] * segments
+    seconds = _seconds(lambda: plan.update(slots, lengths, scales), turns)
+    return {
+        "figure": figure,
+        "value": round(median(seconds) * 1e6, 2),
+        "segments": segments,
+        "tokens": length,
+    }
+
+
+def load_row(folder: Path, pin: bool, turns: int) -> dict[str, Any]:
+    """One adapter from file to image, beside a plain read and hash of the file."""
+    modules = {f"{i}.{name}": shape for i in range(LAYERS) for name, shape in LINEARS.items()}
+    path = write_adapter(folder / "large", modules, RANK, torch.bfloat16)
+    targets = {name: LoraTarget(width_in, (out,)) for name, (width_in, out) in LINEARS.items()}
+    layout = SlotLayout(_spec(targets, LAYERS, max_rank=RANK), torch.bfloat16)
+    file = os.path.join(path, "adapter_model.safetensors")
+    loads, reads = [], []
+    for _ in range(turns):
+        loads += _seconds(lambda: pack_image(read_lora_file(path), layout, pin=pin), 1)
+        reads += _seconds(lambda: read_and_hash(file), 1)
+    return {
+        "figure": "load_ratio",
+        "value": round(median(loads) / median(reads), 3),
+        "load_ms": round(median(loads) * 1e3, 1),
+        "read_and_hash_ms": round(median(reads) * 1e3, 1),
+        "bytes": os.path.getsize(file),
+        "cores": os.cpu_count(),
+    }
+
+
+def read_and_hash(path: str) -> bytes:
+    """SHA-256 of a file's chunks, read and hashed on every core."""
+    size = os.path.getsize(path)
+    memory = memoryview(torch.empty(size, dtype=torch.uint8).numpy())
+    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(os.cpu_count()) as threads:
+
+        def digest(start: int) -> bytes:
+            chunk = memory[start : start + CHUNK_BYTES]
+            os.preadv(file.fileno(), [chunk], start)
+            return hashlib.sha256(chunk).digest()
+
+        return b"".join(threads.map(digest, range(0, size, CHUNK_BYTES)))
+
+
+def write_adapter(
+    folder: Path, modules: dict[str, tuple[int, int]], rank: int, dtype: torch.dtype
+) -> str:
+    """A PEFT directory with random weights for modules of ``(inputs, outputs)``."""
+    folder.mkdir()
+    tensors = {}
+    for name, (width_in, out) in modules.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, width_in, dtype=dtype)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(out, rank, dtype=dtype)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def _spec(targets: dict[str, LoraTarget], layers: int, **fields: Any) -> LoraSpec:
+    def place(module: str) -> LoraModuleRef:
+        layer, _, target = module.rpartition(".")
+        return LoraModuleRef(target, int(layer or 0))
+
+    return LoraSpec("lora", {"model"}, layers, targets, place, **fields)
+
+
+def _seconds(call: Callable[[], object], turns: int) -> Sequence[float]:
+    times = []
+    for _ in range(turns):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times

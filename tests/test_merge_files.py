@@ -1,0 +1,98 @@
+"""``loramux merge``: a model's folder in, a merged one out, one file of weights at a time."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from checkpoints import tiny_llama, write_with_peft
+from loramux import merge
+from loramux.adapter_files import read_safetensors
+from loramux.cli import main
+
+SHARDED = dict(max_shard_size="64KB")
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    """Tied, and its linears are ``Conv1D``, one of them square."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50))
+
+
+def command(tmp_path) -> list[str]:
+    return ["merge", *(f"--{name}={tmp_path / name}" for name in ("model", "adapter", "out"))]
+
+
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [
+        (tiny_llama, {"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]}),
+        (tiny_gpt2, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    ],
+)
+def test_the_merged_folder_is_pefts_merged_model(tmp_path, make, config):
+    model = make()
+    model.save_pretrained(tmp_path / "model", **SHARDED)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    assert sum(name.endswith(".safetensors") for name in before) > 1
+    expected = write_with_peft(tmp_path / "adapter", model, **config).merge_and_unload()
+    assert main(command(tmp_path)) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert merged.keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(merged[name], tensor, rtol=1e-6, atol=1e-6)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == before.keys()
+    assert {f.name: f.read_bytes() for f in (tmp_path / "model").iterdir()} == before
+
+
+def test_one_file_of_weights_is_held_at_a_time(tmp_path, monkeypatch):
+    held: list[weakref.ref] = []
+
+    def read(path, *, weights=True):
+        assert not any(memory() for memory in held)
+        tensors = read_safetensors(path, weights=weights)
+        if weights:
+            held.extend(map(weakref.ref, tensors.values()))
+        return tensors
+
+    tiny_llama().save_pretrained(tmp_path / "model", **SHARDED)
+    write_with_peft(tmp_path / "adapter")
+    monkeypatch.setattr(merge, "read_safetensors", read)
+    assert main(command(tmp_path)) == 0
+    assert held
+
+
+@pytest.mark.parametrize(
+    ("tied", "target", "parts"),
+    [
+        (True, "embed_tokens", ("lm_head.weight", "are one tensor")),
+        (True, "lm_head", ("model.embed_tokens.weight", "are one tensor")),
+        (False, "q_proj", ("model.layers.1.self_attn.q_proj", "the weight is [32, 64]")),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_before_anything_is_written(
+    tmp_path, capsys, tied, target, parts
+):
+    model = tiny_llama(tied=tied)
+    write_with_peft(tmp_path / "adapter", model, target_modules=[target])
+    model = tiny_llama(tied=tied)
+    if target == "q_proj":
+        attention = model.model.layers[1].self_attn
+        attention.q_proj, attention.k_proj = attention.k_proj, attention.q_proj
+    model.save_pretrained(tmp_path / "model")
+    assert main(command(tmp_path)) == 2
+    text = capsys.readouterr().err
+    assert all(part in text for part in parts)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_exists_is_not_written_to(tmp_path, capsys):
+    tiny_llama().save_pretrained(tmp_path / "model")
+    write_with_peft(tmp_path / "adapter")
+    (tmp_path / "out").mkdir()
+    assert main(command(tmp_path)) == 2
+    assert "expected the path of a new folder" in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir())
