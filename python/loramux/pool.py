@@ -155,6 +155,8 @@ class LoraPool(Resource):
         self._lock = threading.Lock()
         self._clock = 0
         self._copy_stream = torch.cuda.Stream(self.device) if on_cuda else None
+        if self._copy_stream is not None:  # no copy may pass the zeros of the arena and the table
+            self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loramux-prefetch")
         self._counts = dict.fromkeys(("hits", "misses", "evictions", "copies", "copied_bytes"), 0)
         self.current: LoraLease | None = None
