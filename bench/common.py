@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from loramux import LoraSite
+from loramux._host import BLOCK_ALIGN
 from loramux.site import table_row
 
 BYTES_PER_US = 4.2e6  # what an H200 copies, the rate of the floors
 COLD_BYTES = 220e6  # weights are rotated through this much, so that none is found in L2
-BLOCK_ALIGN = 128
 
 
 @dataclass(frozen=True)

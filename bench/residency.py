@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import tempfile
 import time
@@ -20,11 +19,20 @@ from statistics import median
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from loramux import LoraPool, LoraSpec, LoraStep, LoraTarget, Segment, StepPlan
+from loramux import (
+    LoraAdapter,
+    LoraModule,
+    LoraPool,
+    LoraSpec,
+    LoraStep,
+    LoraTarget,
+    Segment,
+    StepPlan,
+)
 from loramux.checkpoint import read_lora_file
 from loramux.config import LoraModuleRef
+from loramux.convert import write_peft
 from loramux.store import SlotLayout, pack_image
 
 from .common import write_results
@@ -158,14 +166,15 @@ def write_adapter(
     folder: Path, modules: dict[str, tuple[int, int]], rank: int, dtype: torch.dtype
 ) -> str:
     """A PEFT directory with random weights for modules of ``(inputs, outputs)``."""
-    folder.mkdir()
-    tensors = {}
-    for name, (width_in, out) in modules.items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, width_in, dtype=dtype)
-        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(out, rank, dtype=dtype)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    adapter = LoraAdapter(
+        {
+            name: LoraModule(
+                torch.randn(rank, width_in, dtype=dtype), torch.randn(out, rank, dtype=dtype), rank
+            )
+            for name, (width_in, out) in modules.items()
+        }
+    )
+    write_peft(adapter, str(folder))
     return str(folder)
 
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from loramux.checkpoint import LoraAdapter
-
 # Inductor's compiler command does not quote torch's own path.
 COMPILER = "inductor" if " " not in torch.__file__ else "aot_eager"
 
@@ -39,9 +37,3 @@ def random_pair(
     a = torch.randn(rank, width_in, generator=generator) / width_in**0.5
     b = torch.randn(width_out, rank, generator=generator) / rank**0.5
     return a.to(dtype), b.to(dtype)
-
-
-def delta(adapter: LoraAdapter, module: str, x: torch.Tensor) -> torch.Tensor:
-    """The float64 definition: ``scale * (x @ A^T) @ B^T``."""
-    lora = adapter.modules[module]
-    return lora.scale * (x.double() @ lora.a.double().T) @ lora.b.double().T

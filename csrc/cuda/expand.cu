@@ -5,8 +5,6 @@
 // Floor: 2 bytes x rank x width of each adapter's slice, and y read and written, over 4.2 TB/s; gate_up at
 // rank 16 takes 7.9 us for 32 rows of 32 adapters and 224 us for 8192 rows. B goes to registers in 16-byte
 // loads, h comes from L2, y in whole 128-byte lines.
-#include <algorithm>
-
 #include "cuda/common.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/ptx.cuh"

@@ -12,16 +12,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import compress, repeat
-from types import TracebackType
 from typing import Any
 
 import torch
 
+from . import _host
 from .backend import resolve_backend
 from .config import LoraBaseOnly, LoraSpec, LoraStep, Registration
 from .errors import LoraError, PlanMismatch, PoolExhausted
 from .plan import StepPlan
-from .resource import Resource
+from .resource import Hold, Resource
 from .site import LoraSite
 from .store import LoraImage, LoraStore, SlotLayout
 
@@ -38,8 +38,8 @@ class _Slot:
         self.idle: torch.cuda.Event | None = None  # the last step that used it is done
 
 
-class LoraLease:
-    """A step's hold on the slots of its adapters. A context manager that releases at its end."""
+class LoraLease(Hold):
+    """A step's hold on the slots of its adapters."""
 
     def __init__(self, pool: LoraPool, slots: list[_Slot], base_only: bool) -> None:
         self.base_only = base_only
@@ -63,17 +63,6 @@ class LoraLease:
     def release(self) -> None:
         """End the step's use of its slots. Releasing twice is harmless."""
         self._pool._release(self)
-
-    def __enter__(self) -> LoraLease:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
 
 
 class LoraPool(Resource):
@@ -351,7 +340,7 @@ class LoraPool(Resource):
         """Copy each image to its slot. All that can fail on the host is done before any copy."""
         starts = [(slot.index - 1) * self._layout.slot_bytes for slot in slots]
         rows = [
-            image.table_row(start // 128)
+            image.table_row(start // _host.BLOCK_ALIGN)
             for image, start in zip(images.values(), starts, strict=True)
         ]
         if self._copy_stream is not None:

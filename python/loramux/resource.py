@@ -4,7 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
+
+H = TypeVar("H", bound="Hold")
+
+
+class Hold(ABC):
+    """What is held until it is released. A context manager that releases at its end."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give back what is held. Releasing twice is harmless."""
+
+    def __enter__(self: H) -> H:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
 
 
 class Resource(ABC):

@@ -6,13 +6,13 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from .config import LoraReqConfig, LoraSpec, Registration, Segment, unknown_adapter_text
 from .errors import AdapterError, SpecError, UnknownAdapter
 from .identity import AdapterPrefixRoots, adapter_prefix_root
 from .pool import LoraPool
+from .resource import Hold
 from .store import LoraImage
 
 
@@ -31,10 +31,10 @@ class ServedAdapter(NamedTuple):
     created: int
 
 
-class AdapterHold:
+class AdapterHold(Hold):
     """One request's hold on the weights it was admitted on, whatever their name comes to mean.
 
-    A context manager that releases at its end; a request on the base model holds nothing.
+    A request on the base model holds nothing.
 
     Attributes:
         adapter: the name the request gave.
@@ -60,17 +60,6 @@ class AdapterHold:
             pool.spec.release(registration)
             if not pool.spec.serves(registration):
                 pool.unload(registration.name)
-
-    def __enter__(self) -> AdapterHold:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
 
 
 class LoraRuntime:
