@@ -97,20 +97,19 @@ def inspect_adapter(path: str, spec: LoraSpec | None = None) -> AdapterReport:
         return AdapterReport(path, error.problems)
     info = adapter.info(spec) if spec else None
     refusals: tuple[str, ...] = ()
-    slot_bytes = None
+    image = None
     if spec is not None:
         try:
             image = pack_image(adapter, SlotLayout(spec, spec.dtype or _dtype(adapter)))
-            slot_bytes = image.data.numel()
         except AdapterError as error:
             refusals = error.problems
     return AdapterReport(
         path=path,
         refusals=refusals,
-        digest=adapter_digest(adapter).hex(),
+        digest=(image.digest if image else adapter_digest(adapter)).hex(),
         modules=tuple(_report(*item, spec) for item in sorted(adapter.modules.items())),
         parameters=sum(m.a.numel() + m.b.numel() for m in adapter.modules.values()),
-        slot_bytes=slot_bytes,
+        slot_bytes=image.data.numel() if image else None,
         notes=adapter.notes,
         unmapped=info.unmapped if info else (),
         misfits=info.misfits if info else (),
