@@ -6,6 +6,8 @@ import argparse
 import importlib
 
 BENCHMARKS = {
+    "after-gemm": "what a decode call adds to the base GEMM that it follows",
+    "calls": "a call's cost in pools of many slots, and its host time",
     "cpu": "CPU kernels beside grouped and gathered torch, over the decode grid",
     "kernels": "CUDA kernels over the decode and prefill grids, beside the recorded peers",
     "residency": "host cost of a step and of a load",
@@ -19,7 +21,7 @@ def main() -> None:
     for name, text in BENCHMARKS.items():
         command = commands.add_parser(name, help=text)
         command.add_argument("--json", help="write the rows to this file as well")
-        modules[name] = importlib.import_module(f".{name}", __package__)
+        modules[name] = importlib.import_module(f".{name.replace('-', '_')}", __package__)
         modules[name].add_arguments(command)
     options = parser.parse_args()
     modules[options.name].run(options)

@@ -21,8 +21,8 @@ inline constexpr int64_t kRankAlign = 8;     // an image's ranks are rounded up 
 // ---- Slot table: int32 [num_slots, num_entries, 4], one entry per (site, slice) of a slot. ----
 // Row 0 is the zero adapter of base rows: all zeros.
 struct alignas(16) SlotEntry {
-  uint32_t a;    // A block, in offset units from Weights::a of the slice
-  uint32_t b;    // B block, in offset units from Weights::b of the slice
+  uint32_t a;    // A block, in offset units from Slice::a
+  uint32_t b;    // B block, in offset units from Slice::b
   int32_t rank;  // rows of A and columns of B to read, in an arena a multiple of kRankAlign; 0: the adapter
                  // does not touch the slice
   float scale;   // alpha / r or alpha / sqrt(r), in float32
@@ -59,29 +59,30 @@ inline constexpr int kMaxDecodeRowsOfSlot = 32;
 
 // ---- Arguments of the kernels. ----
 
-// Where the weights of one site lie. In an arena of slot images every pointer is the arena, offsets count
-// kBlockAlign bytes and B's rows are packed. Over an engine's stacked tensors A [slots, r, in] and
-// B [slots, out, r] every slice has pointers of its own, offsets count 16 bytes and rows keep the full r.
-struct Weights {
-  const std::byte* a[kMaxSlices];
-  const std::byte* b[kMaxSlices];
-  int64_t a_bytes[kMaxSlices];  // size of each allocation: nothing outside it is read
-  int64_t b_bytes[kMaxSlices];
-  int64_t offset_unit;  // bytes
-  int64_t rank_stride;  // elements between rows of B (and of an embedding's A); 0: the entry's own rank
+// One slice of a site: where its weights lie, and its columns of y. Together in memory, because a kernel
+// waits for every line of its arguments.
+struct Slice {
+  const std::byte* a;
+  const std::byte* b;
+  int64_t a_bytes, b_bytes;  // size of each allocation: nothing outside it is read
+  int64_t width;             // columns of y
+  int64_t offset;            // first column of y
 };
 
+// In an arena of slot images every slice's pointers are the arena, offsets count kBlockAlign bytes and B's
+// rows are packed. Over an engine's stacked tensors A [slots, r, in] and B [slots, out, r] every slice has
+// pointers of its own, offsets count 16 bytes and rows keep the full r.
 struct Site {
-  Weights weights;
   const SlotEntry* table;  // [num_slots, num_entries]
   int64_t num_slots, num_entries;
-  int64_t entry;  // of the site's first slice; the others follow
+  int64_t entry;        // of the site's first slice; the others follow
+  int64_t offset_unit;  // bytes
+  int64_t rank_stride;  // elements between rows of B (and of an embedding's A); 0: the entry's own rank
   int64_t max_rank;
   int64_t in_features;  // columns of x; an embedding's vocabulary
   int32_t num_slices;
-  DType dtype;                  // of weights, x and y
-  int64_t widths[kMaxSlices];   // columns of y per slice
-  int64_t offsets[kMaxSlices];  // first column of y per slice
+  DType dtype;  // of weights, x and y
+  Slice slices[kMaxSlices];
 };
 
 struct PlanView {

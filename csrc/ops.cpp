@@ -60,9 +60,9 @@ PlanView plan_view(const Tensor& plan, const Tensor& like) {
   return {static_cast<const int32_t*>(plan.const_data_ptr()), plan.numel()};
 }
 
-Weights weights_of(const std::vector<Tensor>& tensors, int64_t slices, int64_t max_rank, const Tensor& like) {
+void set_weights(Site& site, const std::vector<Tensor>& tensors, const Tensor& like) {
   STD_TORCH_CHECK(!tensors.empty(), "weights has no tensor");
-  Weights w{};
+  const int64_t slices = site.num_slices;
   const bool arena = tensors.size() == 1;
   STD_TORCH_CHECK(arena || static_cast<int64_t>(tensors.size()) == 2 * slices, "weights has ", tensors.size(),
                   " tensors; want the arena alone, or A and B of each of ", slices, " slices");
@@ -71,18 +71,19 @@ Weights weights_of(const std::vector<Tensor>& tensors, int64_t slices, int64_t m
     STD_TORCH_CHECK(t.is_contiguous() && t.scalar_type() == tensors[0].scalar_type(),
                     "weights must be contiguous and of one dtype");
   }
-  w.offset_unit = arena ? kBlockAlign : kStackedUnit;
-  w.rank_stride = arena ? 0 : max_rank;
-  const int64_t item = item_size(dtype_of(tensors[0], "weights"));
+  site.dtype = dtype_of(tensors[0], "weights");
+  site.offset_unit = arena ? kBlockAlign : kStackedUnit;
+  site.rank_stride = arena ? 0 : site.max_rank;
+  const int64_t item = item_size(site.dtype);
   for (int64_t i = 0; i < slices; ++i) {
     const Tensor& a = tensors[arena ? 0 : i];
     const Tensor& b = tensors[arena ? 0 : slices + i];
-    w.a[i] = static_cast<const std::byte*>(a.const_data_ptr());
-    w.b[i] = static_cast<const std::byte*>(b.const_data_ptr());
-    w.a_bytes[i] = a.numel() * item;
-    w.b_bytes[i] = b.numel() * item;
+    Slice& slice = site.slices[i];
+    slice.a = static_cast<const std::byte*>(a.const_data_ptr());
+    slice.b = static_cast<const std::byte*>(b.const_data_ptr());
+    slice.a_bytes = a.numel() * item;
+    slice.b_bytes = b.numel() * item;
   }
-  return w;
 }
 
 // Everything about a site but the widths, which only an expand has.
@@ -99,7 +100,6 @@ Site site_of(const std::vector<Tensor>& weights, const Tensor& table, int64_t en
   STD_TORCH_CHECK(entry >= 0 && entry + slices <= table.size(1), "entries ", entry, " to ",
                   entry + slices - 1, " are not among the table's ", table.size(1));
   Site site{};
-  site.weights = weights_of(weights, slices, max_rank, like);
   site.table = static_cast<const SlotEntry*>(table.const_data_ptr());
   site.num_slots = table.size(0);
   site.num_entries = table.size(1);
@@ -107,7 +107,7 @@ Site site_of(const std::vector<Tensor>& weights, const Tensor& table, int64_t en
   site.max_rank = max_rank;
   site.in_features = in_features;
   site.num_slices = static_cast<int32_t>(slices);
-  site.dtype = dtype_of(weights[0], "weights");
+  set_weights(site, weights, like);
   return site;
 }
 
@@ -115,8 +115,8 @@ void set_widths(Site& site, const std::vector<int64_t>& widths) {
   int64_t column = 0;
   for (size_t i = 0; i < widths.size(); ++i) {
     STD_TORCH_CHECK(widths[i] >= 1, "slice ", i, " has width ", widths[i]);
-    site.widths[i] = widths[i];
-    site.offsets[i] = column;
+    site.slices[i].width = widths[i];
+    site.slices[i].offset = column;
     column += widths[i];
   }
 }
@@ -133,7 +133,7 @@ int64_t check_matrix(const Tensor& t, const char* name, const Site& site) {
 int64_t check_y(const Tensor& y, const Site& site, int64_t rows) {
   const int64_t stride = check_matrix(y, "y", site);
   const int last = site.num_slices - 1;
-  const int64_t width = site.offsets[last] + site.widths[last];
+  const int64_t width = site.slices[last].offset + site.slices[last].width;
   STD_TORCH_CHECK(y.size(1) == width, "y has ", y.size(1), " columns, the site's slices ", width);
   STD_TORCH_CHECK(y.size(0) == rows, "y has ", y.size(0), " rows, the input ", rows);
   STD_TORCH_CHECK(rows <= 1 || stride >= width, "rows of y overlap: stride ", stride, " for ", width,

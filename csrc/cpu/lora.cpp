@@ -127,7 +127,7 @@ void expand_from(const Kernels& kernels, const Args& args, const ParallelFor& pa
                  ReadH read_h) {
   const Site& site = args.site;
   work.cut(site, [&](Job& job) {
-    job.units = ceil_div(site.widths[job.slice], kColumnBlock);
+    job.units = ceil_div(site.slices[job.slice].width, kColumnBlock);
     job.unit_cost = kColumnBlock * job.weights.rank * (job.count + kWeightCost);
   });
   work.run(parallel_for, [&](const Job& job, int64_t begin, int64_t end) {
@@ -149,9 +149,9 @@ void expand_from(const Kernels& kernels, const Args& args, const ParallelFor& pa
         .b = w.b + first * w.stride * item,
         .b_stride = w.stride,
         .rank = w.rank,
-        .columns = std::min(end * kColumnBlock, site.widths[job.slice]) - first,
+        .columns = std::min(end * kColumnBlock, site.slices[job.slice].width) - first,
         .scale = w.scale,
-        .y = static_cast<std::byte*>(args.y) + (site.offsets[job.slice] + first) * item,
+        .y = static_cast<std::byte*>(args.y) + (site.slices[job.slice].offset + first) * item,
         .y_stride = args.y_stride,
         .scratch = h + job.count * h_stride,
     });

@@ -61,15 +61,15 @@ inline SliceWeights resolve_slice(const Site& site, int32_t slot, int slice) {
   if (slot <= 0 || slot >= site.num_slots) return {};
   const SlotEntry& entry = site.table[slot * site.num_entries + site.entry + slice];
   if (entry.rank <= 0 || entry.rank > site.max_rank) return {};
-  const Weights& w = site.weights;
-  const int64_t stride = w.rank_stride > 0 ? w.rank_stride : entry.rank;
+  const Slice& s = site.slices[slice];
+  const int64_t stride = site.rank_stride > 0 ? site.rank_stride : entry.rank;
   if (entry.rank > stride) return {};
-  const int64_t a = entry.a * w.offset_unit;
-  const int64_t b = entry.b * w.offset_unit;
+  const int64_t a = entry.a * site.offset_unit;
+  const int64_t b = entry.b * site.offset_unit;
   const int64_t bytes_per_column = stride * item_size(site.dtype);
-  if (a + site.in_features * bytes_per_column > w.a_bytes[slice]) return {};
-  if (b + site.widths[slice] * bytes_per_column > w.b_bytes[slice]) return {};
-  return {w.a[slice] + a, w.b[slice] + b, entry.rank, stride, entry.scale};
+  if (a + site.in_features * bytes_per_column > s.a_bytes) return {};
+  if (b + s.width * bytes_per_column > s.b_bytes) return {};
+  return {s.a + a, s.b + b, entry.rank, stride, entry.scale};
 }
 
 }  // namespace loramux

@@ -79,16 +79,16 @@ template <typename T>
 __device__ SliceWeights<T> find_slice(const Site& site, int32_t slot, int slice) {
   if (slot <= 0 || slot >= site.num_slots) return {};
   const SlotEntry entry = site.table[slot * site.num_entries + site.entry + slice];
-  const Weights& weights = site.weights;
-  const int64_t stride = weights.rank_stride > 0 ? weights.rank_stride : entry.rank;
+  const Slice& s = site.slices[slice];
+  const int64_t stride = site.rank_stride > 0 ? site.rank_stride : entry.rank;
   if (entry.rank <= 0 || entry.rank > site.max_rank || entry.rank > stride) return {};
-  const int64_t a = entry.a * weights.offset_unit;
-  const int64_t b = entry.b * weights.offset_unit;
+  const int64_t a = entry.a * site.offset_unit;
+  const int64_t b = entry.b * site.offset_unit;
   const int64_t column_bytes = stride * sizeof(T);
-  if (a + site.in_features * column_bytes > weights.a_bytes[slice]) return {};
-  if (b + site.widths[slice] * column_bytes > weights.b_bytes[slice]) return {};
-  return {reinterpret_cast<const T*>(weights.a[slice] + a), reinterpret_cast<const T*>(weights.b[slice] + b),
-          entry.rank, stride, entry.scale};
+  if (a + site.in_features * column_bytes > s.a_bytes) return {};
+  if (b + s.width * column_bytes > s.b_bytes) return {};
+  return {reinterpret_cast<const T*>(s.a + a), reinterpret_cast<const T*>(s.b + b), entry.rank, stride,
+          entry.scale};
 }
 
 }  // namespace loramux

@@ -41,13 +41,24 @@ int shrink_cuda(const ShrinkArgs& args, void* stream) {
 }
 
 int expand_cuda(const ExpandArgs& args, void* stream) {
-  if (args.rows > 0 && !is_portable_forced() && expand_serves(args)) return expand(args, stream);
+  if (args.rows > 0 && !is_portable_forced() && expand_serves(args)) {
+    // One launch for both kinds of tile, but in short steps, whose decode tiles have a faster kernel.
+    constexpr int64_t kShortStep = 256;
+    if (args.rows > kShortStep) return expand_prefill(args, true, stream);
+    return run(
+        args, [&] { return expand_decode(args, stream); },
+        [&] { return expand_prefill(args, false, stream); });
+  }
   return run(
       args, [&] { return expand_portable(TileKind::decode, args, stream); },
       [&] { return expand_portable(TileKind::prefill, args, stream); });
 }
 
 int apply_cuda(const ApplyArgs& args, void* stream) {
+  const int64_t rows = args.shrink.rows;
+  const bool has_prefill = max_prefill_tiles(rows, args.shrink.site.num_slots) > 0;
+  if (rows > 0 && !has_prefill && !is_portable_forced() && apply_decode_serves(args))
+    return apply_decode(args, stream);
   const int error = shrink_cuda(args.shrink, stream);
   return error != cudaSuccess ? error : expand_cuda(args.expand, stream);
 }

@@ -20,8 +20,12 @@ int embedding_portable(TileKind kind, const EmbeddingArgs& args, void* stream);
 bool shrink_decode_serves(const ShrinkArgs& args);
 bool shrink_prefill_serves(const ShrinkArgs& args);
 bool expand_serves(const ExpandArgs& args);
+bool apply_decode_serves(const ApplyArgs& args);
 int shrink_decode(const ShrinkArgs& args, void* stream);
 int shrink_prefill(const ShrinkArgs& args, void* stream);
-int expand(const ExpandArgs& args, void* stream);  // tiles of both kinds
+int expand_decode(const ExpandArgs& args, void* stream);
+int expand_prefill(const ExpandArgs& args, bool with_decode,
+                   void* stream);                       // with_decode: tiles of both kinds
+int apply_decode(const ApplyArgs& args, void* stream);  // of plans without prefill tiles
 
 }  // namespace loramux

@@ -42,6 +42,13 @@ inline int compute_capability() {
   return 10 * major + minor;
 }
 
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
 // Whether `kernel` as it runs on this device was compiled for sm_90 or later, whose instructions the tuned
 // kernels need: older PTX runs on newer devices as well.
 template <typename Kernel>

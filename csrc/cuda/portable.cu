@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kExpandThreads, 4)
     expand_kernel(const __grid_constant__ Args args, TileKind kind, int64_t first_block) {
   const int slice = blockIdx.y;
   const int64_t first_column = int64_t{blockIdx.x} * kExpandColumns;
-  const int64_t width = args.site.widths[slice];
+  const int64_t width = args.site.slices[slice].width;
   RowBlock block;
   if (first_column >= width || !find_row_block(args.plan, kind, first_block + blockIdx.z, &block)) return;
   const SliceWeights<T> weights = find_slice<T>(args.site, block.tile.slot, slice);
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kExpandThreads, 4)
   __shared__ T* y_rows[kBlockRows];  // null: not to be touched
   __shared__ float scales[kBlockRows];
   if (threadIdx.x % kRowThreads == 0) {
-    const int64_t at = row.index * args.y_stride + args.site.offsets[slice];
+    const int64_t at = row.index * args.y_stride + args.site.slices[slice].offset;
     y_rows[own] = operand != nullptr ? static_cast<T*>(args.y) + at : nullptr;
     scales[own] = weights.scale * row.scale;
   }
@@ -313,7 +313,11 @@ int launch(const Kernels<Args>& kernels, int64_t grid_x, int threads, TileKind k
 
 template <typename Args>
 int launch_expand(TileKind kind, const Args& args, void* stream) {
-  const int64_t width = *std::max_element(args.site.widths, args.site.widths + args.site.num_slices);
+  const Slice* const slices = args.site.slices;
+  const int64_t width =
+      std::max_element(slices, slices + args.site.num_slices, [](const Slice& a, const Slice& b) {
+        return a.width < b.width;
+      })->width;
   const Kernels<Args> kernels = {expand_kernel<float, Args>, expand_kernel<__half, Args>,
                                  expand_kernel<__nv_bfloat16, Args>};
   return launch(kernels, ceil_div(width, kExpandColumns), kExpandThreads, kind, args, stream);

@@ -109,11 +109,29 @@ __device__ inline float4 add(float4 a, float4 b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
 
-// ---- Clusters ----
-
 __device__ inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
+
+// ---- Copies to shared memory ----
+
+// Copies 16 bytes to shared memory, or zeros.
+__device__ inline void copy16_async(uint32_t to, const void* from, bool present) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0)
+               : "memory");
+}
+
+__device__ inline void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Until at most `kLeft` of the latest groups of copies are under way.
+template <int kLeft>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// ---- Clusters ----
 
 // The same shared memory in the CTA of rank `rank` of this cluster.
 __device__ inline uint32_t peer_address(const void* p, uint32_t rank) {
@@ -147,24 +165,38 @@ __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// A barrier that opens once `bytes` of asynchronous stores have arrived.
-__device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+// A barrier in shared memory: a phase ends when `arrivals` threads have arrived and all bytes that they
+// expect have. One thread makes it; fence_barriers() and a CTA or cluster barrier show it to the others.
+__device__ inline void make_barrier(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
+}
+
+__device__ inline void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrives, and expects `bytes` of asynchronous copies or stores in this phase.
+__device__ inline void arrive_and_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(bytes)
                : "memory");
 }
 
-__device__ inline void wait_for_bytes(uint64_t* barrier) {
+// Until the phase of this parity has ended.
+__device__ inline void wait_for_phase(uint64_t* barrier, uint32_t parity) {
   uint32_t done = 0;
   while (done == 0) {
     asm volatile(
         "{\n.reg .pred p;\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
         "selp.u32 %0, 1, 0, p;\n}"
         : "=r"(done)
-        : "r"(shared_address(barrier))
+        : "r"(shared_address(barrier)), "r"(parity)
         : "memory");
   }
 }

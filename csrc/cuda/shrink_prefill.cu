@@ -4,8 +4,8 @@
 //
 // Floor: x once over 4.2 TB/s, 16 us for 8192 rows of 4096; A comes from L2 once a tile.
 //
-// The order of every sum is fixed by in_features alone: within a CTA's part of K the tensor core adds up with
-// K rising; then the parts are added in order.
+// The order of every sum is fixed by in_features alone: K has four parts, within which the tensor core adds
+// up with K rising; then come the sums (0 + 1) + (2 + 3), whether a CTA makes one part or two.
 #include "cuda/common.cuh"
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
@@ -16,20 +16,23 @@
 namespace loramux {
 namespace {
 
-constexpr int kThreads = 128;  // one warpgroup
+constexpr int kThreads = 128;  // one warpgroup, one tile
 constexpr int kTileK = 64;     // elements of K in a stage: 128 bytes a row
-constexpr int kCluster = 4;    // CTAs that share K
+constexpr int kParts = 4;      // of K
 constexpr int kVectors = kTileK / 8;
-constexpr int kRowStep = kThreads / kVectors;  // rows that the threads load at once
-constexpr int kRingBytes = 100 * 1024;         // two CTAs to an SM
+constexpr int kRowStep = kThreads / kVectors;  // rows that the threads load at once, 2 KB of a tile
+static_assert(kRowStep == kGroupRanks && kRowStep % 8 == 0);
+constexpr int kRingBytes = 100 * 1024;  // for each tile: two of them to an SM
 constexpr int kTileBytes = kPrefillRows * kTileK * 2;
 
-__host__ __device__ constexpr int stage_bytes(int groups) {
-  return kTileBytes + groups * kGroupRanks * kTileK * 2;
+__host__ __device__ constexpr int a_bytes(int groups) {
+  return groups * kGroupRanks * kTileK * 2;
 }
 
+// Of each tile.
 __host__ __device__ constexpr int num_stages(int groups) {
-  return kRingBytes / stage_bytes(groups) < 8 ? kRingBytes / stage_bytes(groups) : 8;
+  const int stages = kRingBytes / (kTileBytes + a_bytes(groups));
+  return stages < 8 ? stages : 8;
 }
 
 // One group of 16 ranks of one slice.
@@ -41,26 +44,39 @@ struct RankGroup {
   int first_rank;
 };
 
-// Grid: (kCluster CTAs that share K; prefill tiles; blocks of kGroups groups of ranks over all slices).
-template <typename T, int kGroups>
-__global__ void __launch_bounds__(kThreads) shrink_prefill_kernel(const __grid_constant__ ShrinkArgs args) {
+// Grid: (CTAs that share K, kOwn parts each; kOwn prefill tiles each; blocks of kGroups groups of ranks over
+// all slices). Two tiles of one slot share A.
+template <typename T, int kGroups, int kOwn>
+__global__ void __launch_bounds__(kOwn* kThreads)
+    shrink_prefill_kernel(const __grid_constant__ ShrinkArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kStages = num_stages(kGroups);
-  constexpr int kStageBytes = stage_bytes(kGroups);
+  constexpr int kStageBytes = kOwn * (kTileBytes + a_bytes(kGroups));
   constexpr int kColumns = kGroups * kGroupRanks;
   constexpr int kBlockColumns = kGroups % 4 == 0 ? 64 : 16;  // of one multiplication
+  constexpr int kCluster = kParts / kOwn;
   extern __shared__ unsigned char dynamic_shared[];
-  __shared__ RankGroup<T> groups[kGroups];
-  __shared__ int64_t row_index[kPrefillRows];
+  __shared__ RankGroup<T> groups[kOwn][kGroups];
+  __shared__ const T* a_rows[kOwn][kGroups][kGroupRanks];  // null: none
+  __shared__ int64_t row_index[kOwn * kPrefillRows];
   const Site& site = args.site;
+  const int own = __shfl_sync(~0u, threadIdx.x / kThreads, 0);  // this warpgroup's tile
+  const int thread = threadIdx.x % kThreads;
 
-  bool any_rank = false;
   let_next_kernel_start();
-  TileRows tile_rows;
-  if (!find_tile(args.plan, TileKind::prefill, blockIdx.y, &tile_rows)) return leave_idle();
-  if (threadIdx.x < kGroups) {
+  TileRows tiles_of_cta[kOwn];
+  bool is_shared = kOwn == 2;  // A, by both tiles: each warpgroup copies half of it
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    if (!find_tile(args.plan, TileKind::prefill, blockIdx.y * kOwn + i, &tiles_of_cta[i]))
+      tiles_of_cta[i] = {};
+    is_shared &= tiles_of_cta[i].slot == tiles_of_cta[0].slot;
+  }
+  const TileRows tile_rows = own == 0 ? tiles_of_cta[0] : tiles_of_cta[kOwn - 1];
+  bool any_rank = false;
+  if (thread < kGroups) {
     const int64_t groups_of_slice = ceil_div(site.max_rank, kGroupRanks);
-    const int64_t index = int64_t{blockIdx.z} * kGroups + threadIdx.x;
+    const int64_t index = int64_t{blockIdx.z} * kGroups + thread;
     const int slice = static_cast<int>(index / groups_of_slice);
     const int first_rank = static_cast<int>(index % groups_of_slice) * kGroupRanks;
     RankGroup<T> group{nullptr, 0, slice, first_rank};
@@ -69,91 +85,114 @@ __global__ void __launch_bounds__(kThreads) shrink_prefill_kernel(const __grid_c
       group.ranks = max(min(weights.rank - first_rank, kGroupRanks), 0);
       group.a = weights.a + first_rank * site.in_features;
     }
-    groups[threadIdx.x] = group;
+    groups[own][thread] = group;
     any_rank = group.ranks > 0;
   }
   if (!__syncthreads_or(any_rank)) return leave_idle();
-  if (threadIdx.x < kPrefillRows) {
-    row_index[threadIdx.x] = find_row(args.plan, tile_rows, threadIdx.x, args.rows).index;
+  if (thread < kPrefillRows) {
+    row_index[own * kPrefillRows + thread] = find_row(args.plan, tile_rows, thread, args.rows).index;
+  }
+  const int lane_row = thread / kVectors;
+  const int vector = thread % kVectors;
+  if (vector == 0) {
+    for (int q = 0; q < kGroups; ++q) {
+      const RankGroup<T> group = groups[own][q];
+      a_rows[own][q][lane_row] = lane_row < group.ranks ? group.a + lane_row * site.in_features : nullptr;
+    }
   }
   __syncthreads();
 
   const uint32_t ring = (shared_address(dynamic_shared) + 1023) & ~1023u;
-  const int64_t all_tiles = ceil_div(site.in_features, kTileK);
-  const int64_t tiles_of_cta = ceil_div(all_tiles, kCluster);
-  const int64_t first_tile = blockIdx.x * tiles_of_cta;
-  const int tiles = static_cast<int>(max(min(tiles_of_cta, all_tiles - first_tile), int64_t{0}));
-  const int lane_row = threadIdx.x / kVectors;
-  const int vector = threadIdx.x % kVectors;
+  const int in_features = static_cast<int>(site.in_features);
+  const int all_tiles = (in_features + kTileK - 1) / kTileK;
+  const int tiles_of_part = (all_tiles + kParts - 1) / kParts;
+  const int first_tile = blockIdx.x * kOwn * tiles_of_part;
+  const int tiles = max(min(kOwn * tiles_of_part, all_tiles - first_tile), 0);
   const T* x_rows[kPrefillRows / kRowStep];
 #pragma unroll
   for (int j = 0; j < kPrefillRows / kRowStep; ++j) {
-    const int64_t row = row_index[lane_row + j * kRowStep];
+    const int64_t row = row_index[own * kPrefillRows + lane_row + j * kRowStep];
     x_rows[j] = row < 0 ? nullptr : static_cast<const T*>(args.x) + row * args.x_stride;
   }
+  // This thread copies one vector of every kRowStep'th row.
+  const auto copy = [&](uint32_t to, const T* row, int k) {
+    const bool present = row != nullptr && k < in_features;
+    copy16_async(to, present ? row + k : args.x, present);
+  };
+  const uint32_t place = swizzled(lane_row, vector);
   const auto load_x = [&](int tile) {
-    const uint32_t stage = ring + tile % kStages * kStageBytes;
-    const int64_t k = (first_tile + tile) * kTileK + vector * 8;
+    const uint32_t to = ring + tile % kStages * kStageBytes + own * kTileBytes + place;
+    const int k = (first_tile + tile) * kTileK + vector * 8;
 #pragma unroll
-    for (int j = 0; j < kPrefillRows / kRowStep; ++j) {
-      const bool present = x_rows[j] != nullptr && k < site.in_features;
-      copy16_async(stage + swizzled(lane_row + j * kRowStep, vector), present ? x_rows[j] + k : args.x,
-                   present);
-    }
+    for (int j = 0; j < kPrefillRows / kRowStep; ++j) copy(to + j * kRowStep * 128, x_rows[j], k);
   };
+  const uint32_t a_place =
+      kOwn * kTileBytes + (is_shared ? 0 : own * a_bytes(kGroups));  // of this tile, in a stage
   const auto load_a = [&](int tile) {
-    const uint32_t stage = ring + tile % kStages * kStageBytes + kTileBytes;
-    const int64_t k = (first_tile + tile) * kTileK + vector * 8;
+    const uint32_t to = ring + tile % kStages * kStageBytes + a_place + place;
+    const int k = (first_tile + tile) * kTileK + vector * 8;
+    if (is_shared) {  // every other group
 #pragma unroll
-    for (int q = 0; q < kGroups; ++q) {
-      const RankGroup<T> group = groups[q];
-      const bool present = lane_row < group.ranks && k < site.in_features;
-      const T* const from = group.a + lane_row * site.in_features + k;
-      copy16_async(stage + swizzled(q * kGroupRanks + lane_row, vector), present ? from : args.x, present);
+      for (int q = 0; q < kGroups; q += 2) {
+        if (q + own < kGroups) copy(to + (q + own) * kRowStep * 128, a_rows[own][q + own][lane_row], k);
+      }
+    } else {
+#pragma unroll
+      for (int q = 0; q < kGroups; ++q) copy(to + q * kRowStep * 128, a_rows[own][q][lane_row], k);
     }
   };
-  static_assert(kRowStep == kGroupRanks);
 
-  for (int tile = 0; tile < kStages - 1 && tile < tiles; ++tile) load_a(tile);
+  // Tiles are loaded kAhead ahead, into the stage of the last multiplication or, where there are stages to
+  // spare, of the one before, so that the last may still be under way.
+  constexpr int kUnderWay = kStages > 4 ? 1 : 0;
+  constexpr int kAhead = kStages - 1 - kUnderWay;
+  for (int tile = 0; tile < kAhead && tile < tiles; ++tile) load_a(tile);
   wait_for_earlier_kernels();
-  for (int tile = 0; tile < kStages - 1; ++tile) {
+  for (int tile = 0; tile < kAhead; ++tile) {
     if (tile < tiles) load_x(tile);
     commit_copies();
   }
-  float sums[kColumns / 2] = {};
-  for (int tile = 0; tile < tiles; ++tile) {
-    wait_for_copies<kStages - 2>();
-    wgmma_wait();  // the stage that is filled next has been used
-    fence_shared_for_wgmma();
-    __syncthreads();
-    if (tile + kStages - 1 < tiles) {
-      load_x(tile + kStages - 1);
-      load_a(tile + kStages - 1);
-    }
-    commit_copies();
-    const uint32_t stage = ring + tile % kStages * kStageBytes;
-    wgmma_fence();
+  float total[kColumns / 2];
 #pragma unroll
-    for (int k = 0; k < kTileK / 16; ++k) {
-#pragma unroll
-      for (int n = 0; n < kColumns / kBlockColumns; ++n) {
-        Wgmma<T, kBlockColumns>::multiply(
-            sums + n * kBlockColumns / 2, tile_descriptor(stage) + 2 * k,
-            tile_descriptor(stage + kTileBytes + n * kBlockColumns * 128) + 2 * k);
+  for (int part = 0; part < kOwn; ++part) {
+    float sums[kColumns / 2] = {};
+    for (int tile = part * tiles_of_part; tile < min((part + 1) * tiles_of_part, tiles); ++tile) {
+      wait_for_copies<kAhead - 1>();
+      wgmma_wait<kUnderWay>();  // the stage that is filled next has been used
+      fence_shared_for_wgmma();
+      __syncthreads();
+      if (tile + kAhead < tiles) {
+        load_x(tile + kAhead);
+        load_a(tile + kAhead);
       }
-    }
-    wgmma_commit();
-  }
-  wgmma_wait();
+      commit_copies();
+      const uint32_t stage = ring + tile % kStages * kStageBytes;
+      wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < kColumns / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+      for (int k = 0; k < kTileK / 16; ++k) {
+#pragma unroll
+        for (int n = 0; n < kColumns / kBlockColumns; ++n) {
+          Wgmma<T, kBlockColumns>::multiply(
+              sums + n * kBlockColumns / 2, tile_descriptor(stage + own * kTileBytes) + 2 * k,
+              tile_descriptor(stage + a_place + n * kBlockColumns * 128) + 2 * k);
+        }
+      }
+      wgmma_commit();
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      asm volatile("" : "+f"(sums[i])::"memory");
+      total[i] = part == 0 ? sums[i] : total[i] + sums[i];
+    }
+  }
   wait_for_copies<0>();
   __syncthreads();
 
   // The partial sums take the ring's place; every CTA adds up its share of the rows over the cluster.
   constexpr int kPitch = kColumns + 4;
   const uint32_t partial = ring;
-  const int warp = threadIdx.x / kLanes;
+  const int warp = threadIdx.x / kLanes;  // over both tiles, 16 rows each
   const int g = threadIdx.x % kLanes / 4;
   const int t = threadIdx.x % 4;
 #pragma unroll
@@ -161,21 +200,23 @@ __global__ void __launch_bounds__(kThreads) shrink_prefill_kernel(const __grid_c
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = (warp * 16 + g + 8 * half) * kPitch + 8 * j + 2 * t;
-      store_shared(partial + at * sizeof(float), sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+      store_shared(partial + at * sizeof(float), total[4 * j + 2 * half], total[4 * j + 2 * half + 1]);
     }
   }
   cluster_arrive();
   cluster_wait();
-  constexpr int kShare = kPrefillRows / kCluster;
-  for (int i = threadIdx.x; i < kShare * kColumns / 4; i += kThreads) {
+  constexpr int kShare = kOwn * kPrefillRows / kCluster;
+  for (int i = threadIdx.x; i < kShare * kColumns / 4; i += kOwn * kThreads) {
     const int row = blockIdx.x * kShare + i / (kColumns / 4);
     const int column = i % (kColumns / 4) * 4;
-    float4 sum{};
+    float4 own[kCluster];
 #pragma unroll
     for (int rank = 0; rank < kCluster; ++rank) {
-      sum = add(sum, load_from_peer(partial + (row * kPitch + column) * sizeof(float), rank));
+      own[rank] = load_from_peer(partial + (row * kPitch + column) * sizeof(float), rank);
     }
-    const RankGroup<T> group = groups[column / kGroupRanks];
+    float4 sum = add(own[0], own[1]);
+    if (kCluster == 4) sum = add(sum, add(own[kCluster - 2], own[kCluster - 1]));
+    const RankGroup<T> group = groups[row / kPrefillRows][column / kGroupRanks];
     const float values[4] = {sum.x, sum.y, sum.z, sum.w};
     if (row_index[row] < 0) continue;
     float* const h =
@@ -190,17 +231,26 @@ __global__ void __launch_bounds__(kThreads) shrink_prefill_kernel(const __grid_c
 #endif
 }
 
+template <typename T, int kGroups, int kOwn>
+int launch_shrink(const ShrinkArgs& args, int64_t groups, void* stream) {
+  constexpr int kCluster = kParts / kOwn;
+  constexpr int kRing = num_stages(kGroups) * kOwn * (kTileBytes + a_bytes(kGroups));
+  static_assert(num_stages(kGroups) >= 3 && kRing >= kOwn * kPrefillRows * (kGroups * kGroupRanks + 4) * 4);
+  const auto kernel = shrink_prefill_kernel<T, kGroups, kOwn>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRing + 1024);
+  if (error != cudaSuccess) return error;
+  const int64_t tiles = max_prefill_tiles(args.rows, args.site.num_slots);
+  const dim3 grid(kCluster, ceil_div(tiles, kOwn), ceil_div(groups, kGroups));
+  return launch(kernel, grid, kOwn * kThreads, kCluster, stream, kRing + 1024, args);
+}
+
+// One tile and one part a CTA while that fills the chip no more than once.
 template <typename T, int kGroups>
 int launch_shrink(const ShrinkArgs& args, int64_t groups, void* stream) {
-  constexpr int kShared = num_stages(kGroups) * stage_bytes(kGroups) + 1024;
-  static_assert(num_stages(kGroups) >= 3 &&
-                num_stages(kGroups) * stage_bytes(kGroups) >= kPrefillRows * (kGroups * kGroupRanks + 4) * 4);
-  const auto kernel = shrink_prefill_kernel<T, kGroups>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-  if (error != cudaSuccess) return error;
-  const dim3 grid(kCluster, max_prefill_tiles(args.rows, args.site.num_slots), ceil_div(groups, kGroups));
-  return launch(kernel, grid, kThreads, kCluster, stream, kShared, args);
+  const int64_t ctas = kParts * max_prefill_tiles(args.rows, args.site.num_slots) * ceil_div(groups, kGroups);
+  return ctas <= 2 * multiprocessors() ? launch_shrink<T, kGroups, 1>(args, groups, stream)
+                                       : launch_shrink<T, kGroups, 2>(args, groups, stream);
 }
 
 // The ranks of all slices in one CTA where they fit, so that x is read once.
@@ -220,8 +270,8 @@ int shrink(const ShrinkArgs& args, void* stream) {
 bool shrink_prefill_serves(const ShrinkArgs& args) {
 #ifdef LORAMUX_SM90A
   const Site& site = args.site;
-  return is_half(site.dtype) && site.in_features % 8 == 0 && is_aligned(args.x, args.x_stride, site.dtype) &&
-         fits_grid(args) && compute_capability() == 90;
+  return is_half(site.dtype) && site.in_features % 8 == 0 && site.in_features < 1 << 30 &&
+         is_aligned(args.x, args.x_stride, site.dtype) && fits_grid(args) && compute_capability() == 90;
 #else
   (void)args;
   return false;  // no code for sm_90a was compiled

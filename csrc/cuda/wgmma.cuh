@@ -73,30 +73,15 @@ __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until every multiplication so far is done.
+// Until at most `kLeft` of the latest groups of multiplications are under way.
+template <int kLeft>
 __device__ inline void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
 // Makes ordinary and cp.async writes to shared memory visible to the multiplication.
 __device__ inline void fence_shared_for_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Copies 16 bytes to shared memory, or zeros.
-__device__ inline void copy16_async(uint32_t to, const void* from, bool present) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0)
-               : "memory");
-}
-
-__device__ inline void commit_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Until at most `kLeft` of the latest groups of copies are under way.
-template <int kLeft>
-__device__ inline void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
 }  // namespace loramux

@@ -131,8 +131,8 @@ struct Adapters {
     for (const auto& slot : ranks)
       for (const int32_t rank : slot) site.max_rank = std::max<int64_t>(site.max_rank, rank);
     site.max_rank += 3;
-    site.weights.offset_unit = stacked ? 16 : kBlockAlign;
-    site.weights.rank_stride = stacked ? (site.max_rank + 7) / 8 * 8 : 0;
+    site.offset_unit = stacked ? 16 : kBlockAlign;
+    site.rank_stride = stacked ? (site.max_rank + 7) / 8 * 8 : 0;
     site.num_slots = static_cast<int64_t>(ranks.size());
     site.num_entries = site.num_slices = static_cast<int32_t>(widths.size());
     site.in_features = in;
@@ -140,18 +140,18 @@ struct Adapters {
     site.table = table.data<SlotEntry>();
     std::memset(table.data(), 0, table.bytes());
 
-    const int64_t item = item_size(dtype), unit = site.weights.offset_unit;
+    const int64_t item = item_size(dtype), unit = site.offset_unit;
     int64_t bytes = 0, column = 0;
     const auto place = [&](int64_t size) {
       return std::exchange(bytes, (bytes + size + unit - 1) / unit * unit) / unit;
     };
     for (size_t slice = 0; slice < widths.size(); ++slice) {
-      site.widths[slice] = widths[slice];
-      site.offsets[slice] = std::exchange(column, column + widths[slice]);
+      site.slices[slice].width = widths[slice];
+      site.slices[slice].offset = std::exchange(column, column + widths[slice]);
     }
     for (size_t slot = 1; slot < ranks.size(); ++slot) {
       for (size_t slice = 0; slice < widths.size(); ++slice) {
-        const int64_t rank = ranks[slot][slice], room = stacked ? site.weights.rank_stride : rank;
+        const int64_t rank = ranks[slot][slice], room = stacked ? site.rank_stride : rank;
         if (rank == 0) continue;
         SlotEntry& entry = table.data<SlotEntry>()[slot * widths.size() + slice];
         entry.a = static_cast<uint32_t>(place(room * in * item));
@@ -163,8 +163,8 @@ struct Adapters {
     arena = std::make_unique<Matrix>(dtype, 1, bytes / item, bytes / item);
     arena->fill(random, 1);
     for (size_t slice = 0; slice < widths.size(); ++slice) {
-      site.weights.a[slice] = site.weights.b[slice] = arena->buffer.data();
-      site.weights.a_bytes[slice] = site.weights.b_bytes[slice] = bytes;
+      site.slices[slice].a = site.slices[slice].b = arena->buffer.data();
+      site.slices[slice].a_bytes = site.slices[slice].b_bytes = bytes;
     }
   }
 
@@ -173,14 +173,14 @@ struct Adapters {
   }
 
   double a(const SlotEntry& e, int64_t j, int64_t k) {
-    const int64_t stride = site.weights.rank_stride > 0 ? site.weights.rank_stride : e.rank;
+    const int64_t stride = site.rank_stride > 0 ? site.rank_stride : e.rank;
     return arena->at(0, e.a * elements_per_unit() + (embedding ? k * stride + j : j * site.in_features + k));
   }
   double b(const SlotEntry& e, int64_t n, int64_t j) {
-    const int64_t stride = site.weights.rank_stride > 0 ? site.weights.rank_stride : e.rank;
+    const int64_t stride = site.rank_stride > 0 ? site.rank_stride : e.rank;
     return arena->at(0, e.b * elements_per_unit() + n * stride + j);
   }
-  int64_t elements_per_unit() const { return site.weights.offset_unit / item_size(site.dtype); }
+  int64_t elements_per_unit() const { return site.offset_unit / item_size(site.dtype); }
 
   Ranks ranks;
   bool embedding;
@@ -250,8 +250,8 @@ class CpuTest : public testing::TestWithParam<Param> {
             size[j] += std::abs(input(i, k) * adapters.a(e, j, k));
           }
         }
-        for (int64_t n = 0; n < site.widths[s]; ++n) {
-          const int64_t column = site.offsets[s] + n;
+        for (int64_t n = 0; n < site.slices[s].width; ++n) {
+          const int64_t column = site.slices[s].offset + n;
           double delta = 0, terms = 0;
           for (int32_t j = 0; j < e.rank; ++j) {
             delta += h[j] * adapters.b(e, n, j);
@@ -316,7 +316,7 @@ TEST_P(CpuTest, AppliesTheDefinitionAtAnyWidthAndRank) {
       Adapters adapters(dtype(), shape.in, shape.widths, shape.ranks, random_);
       PlanBuilder plan(80);
       const std::vector<RowAdapter> rows = mixed_step(plan);
-      const int64_t width = adapters.site.offsets[shape.widths.size() - 1] + shape.widths.back();
+      const int64_t width = adapters.site.slices[shape.widths.size() - 1].offset + shape.widths.back();
       Matrix x(dtype(), 80, shape.in, shape.in + 3), y(dtype(), 80, width, width + 5),
           before(dtype(), 80, width, width + 5);
       x.fill(random_, 1);

@@ -215,15 +215,15 @@ struct Problem {
     site.in_features = shape.in_features;
     site.num_slices = shape.slices();
     site.dtype = std::is_same_v<T, float> ? DType::f32 : std::is_same_v<T, __half> ? DType::f16 : DType::bf16;
-    site.weights.offset_unit = shape.kind == Kind::stacked ? 16 : kBlockAlign;
-    site.weights.rank_stride = shape.kind == Kind::stacked ? shape.max_rank : 0;
+    site.offset_unit = shape.kind == Kind::stacked ? 16 : kBlockAlign;
+    site.rank_stride = shape.kind == Kind::stacked ? shape.max_rank : 0;
     for (int i = 0, column = 0; i < shape.slices(); column += shape.widths[i++]) {
-      site.widths[i] = shape.widths[i];
-      site.offsets[i] = column;
-      site.weights.a[i] = reinterpret_cast<const std::byte*>(weights.data() + host.a_at[i]);
-      site.weights.b[i] = reinterpret_cast<const std::byte*>(weights.data() + host.b_at[i]);
-      site.weights.a_bytes[i] = host.a_size[i] * sizeof(T);
-      site.weights.b_bytes[i] = host.b_size[i] * sizeof(T);
+      site.slices[i].width = shape.widths[i];
+      site.slices[i].offset = column;
+      site.slices[i].a = reinterpret_cast<const std::byte*>(weights.data() + host.a_at[i]);
+      site.slices[i].b = reinterpret_cast<const std::byte*>(weights.data() + host.b_at[i]);
+      site.slices[i].a_bytes = host.a_size[i] * sizeof(T);
+      site.slices[i].b_bytes = host.b_size[i] * sizeof(T);
     }
   }
 
@@ -282,7 +282,7 @@ struct Problem {
                 rounds_h ? static_cast<float>(static_cast<T>(static_cast<float>(h[r]))) : h[r];
             sum += factor * shape.b(slot, slice, n, r);
           }
-          T& y = want[row * y_stride + shape.pad + site.offsets[slice] + n];
+          T& y = want[row * y_stride + shape.pad + site.slices[slice].offset + n];
           y = static_cast<T>(static_cast<float>(static_cast<float>(y) + scale * sum));
         }
       }

@@ -43,6 +43,18 @@ TYPED_TEST(CudaKernels, ShrinkExpandAndApplyMatchTheDefinition) {
       {{40, {16, 16, 8}, {16, 8, 0}, 16, 0, Kind::stacked}, 65, {1, 2, 3}},
       {{40, {24}, {5, 24}, 24, 0, Kind::stacked}, 130, {3}},
       {{2056, {24}, {8}, 8, 0}, 65, {2}},
+      // few tiles, in one kernel: ranks in one and two parts, K in any number of steps, absent slices
+      {{4104, {1000, 512, 8}, {64, 8, 40, 0}, 64, 8}, 19, {1, 2, 3, 0}},
+      {{8200, {2056}, {16, 8}, 16, 8}, 32, {1, 1, 2}},
+      {{14344, {600, 40}, {32, 16, 0}, 32, 0}, 7, {1, 2, 3}},
+      {{14344, {600}, {64, 24}, 64, 0}, 10, {3, 1, 2}},
+      {{16392, {72}, {16}, 16, 0}, 5, {1}},
+      {{64, {40}, {5, 60}, 64, 0, Kind::stacked}, 9, {3, 1}},
+      // many rows
+      {{40, {264, 1032}, {16, 64, 0, 48}, 64, 8}, 400, {1, 1, 1, 2, 3, 0}},
+      {{4104, {72, 8, 16}, {64, 40}, 64, 0}, 200, {1, 2}},
+      {{72, {520}, {16}, 16, 8}, 9000, {1, 2, 3}},
+      {{40, {264}, {5, 60}, 64, 0, Kind::stacked}, 300, {3, 3, 1}},
       {{36, {8}, {12}, 16, 0}, 1, {0}},
       {{36, {8}, {12}, 16, 0}, 1, {3}},
   };
@@ -113,10 +125,10 @@ std::vector<std::vector<T>> rows_in_tiles(const Shape& shape, TileKind kind) {
 // Tiles contiguous and gathered, full and not, next to others and alone, aligned (pad 0) and not. Where the
 // portable kernels serve, the kind of tile does not matter either.
 TYPED_TEST(CudaKernels, BitsOfARowDependOnNothingElse) {
-  Shape shape{4104, {304}, {136, 24}, 136, 0};
-  shape.exact = false;
-  for (const int64_t pad : {0, 1}) {
-    shape.pad = pad;
+  for (const auto& [rank, pad] : {std::pair<int32_t, int64_t>{136, 0}, {136, 1}, {64, 0}, {16, 0}}) {
+    SCOPED_TRACE(testing::Message() << "rank " << rank << ", pad " << pad);
+    Shape shape{4104, {304}, {rank, 8}, rank, pad};
+    shape.exact = false;
     const auto decode = rows_in_tiles<TypeParam>(shape, TileKind::decode);
     const auto prefill = rows_in_tiles<TypeParam>(shape, TileKind::prefill);
     const bool is_portable =
@@ -187,7 +199,7 @@ TYPED_TEST(CudaKernels, DamagedPlansAndTablesTouchNothing) {
   for (const int32_t v : {-1, 9, INT32_MIN, INT32_MAX}) {
     check("rank", v, 8, {1}, [v](Words&, SlotEntry& entry) { entry.rank = v; });
   }
-  const uint32_t last_unit = Problem<TypeParam>(shape, 8).site.weights.a_bytes[0] / kBlockAlign - 1;
+  const uint32_t last_unit = Problem<TypeParam>(shape, 8).site.slices[0].a_bytes / kBlockAlign - 1;
   for (const uint32_t v : {last_unit, UINT32_MAX}) {
     check("A", v, 8, {1}, [v](Words&, SlotEntry& entry) { entry.a = v; });
     check("B", v, 8, {1}, [v](Words&, SlotEntry& entry) { entry.b = v; });
@@ -343,9 +355,9 @@ TEST_F(CudaTest, OffsetsAreSixtyFourBitsWide) {
   table[problem.site.num_entries + 1] = {kA * sizeof(T) / kBlockAlign, kB * sizeof(T) / kBlockAlign, 8, 1.f};
   problem.table.write(table);
   ApplyArgs args = problem.args();
-  Weights& weights = args.shrink.site.weights;
-  weights.a[0] = weights.b[0] = reinterpret_cast<const std::byte*>(memory);
-  weights.a_bytes[0] = weights.b_bytes[0] = (kStride + 1024) * sizeof(T);
+  Slice& slice = args.shrink.site.slices[0];
+  slice.a = slice.b = reinterpret_cast<const std::byte*>(memory);
+  slice.a_bytes = slice.b_bytes = (kStride + 1024) * sizeof(T);
   args.expand.site = args.shrink.site;
   args.shrink.x = memory + kX;
   args.expand.y = memory + kY;

@@ -1,0 +1,80 @@
+"""What a decode call adds to the base GEMM that it follows: the figure that a user feels.
+
+Two CUDA graphs over layers whose base weights and adapters are cold in L2: ``y = x @ W^T`` alone,
+and with ``lora_apply_`` behind each product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loramux import StepPlan, lora_apply_
+
+from .common import BYTES_PER_US, COLD_BYTES, SITES, arena_sites, graph_us, write_results
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default="", help="only sites of this name")
+
+
+def run(options: argparse.Namespace) -> None:
+    cases = json.loads(Path(__file__).with_name("peers_h200.json").read_text())
+    print(f"{'case':40} {'GEMM us':>8} {'added':>8} {'floor':>8} {'added %':>8}")
+    rows = []
+    for case in cases:
+        if case["phase"] == "decode" and options.only in case["site"]:
+            rows.append(measure(case))
+            print(_line(rows[-1]))
+    for shape in dict.fromkeys((row["rows"], row["adapters"], row["rank"]) for row in rows):
+        same = [row for row in rows if (row["rows"], row["adapters"], row["rank"]) == shape]
+        if len(same) == len(SITES):
+            base, added = (sum(row[key] for row in same) for key in ("gemm_us", "added_us"))
+            name = "a layer: {} rows, {} adapters, r{}".format(*shape)
+            print(f"{name:40} {base:8.2f} {added:8.2f} {'':8} {100 * added / base:8.1f}")
+    write_results(options.json, rows)
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    shape, dtype = SITES[case["site"]], torch.bfloat16
+    rows, adapters, slots, rank = (case[key] for key in ("rows", "adapters", "slots", "rank"))
+    width = sum(shape.widths)
+    layers = max(math.ceil(COLD_BYTES / (2 * width * shape.width_in)), 2)
+    sites = arena_sites(shape, slots, rank, layers, dtype, "cuda")
+    weights = [
+        torch.randn(width, shape.width_in, dtype=dtype, device="cuda") / 64 for _ in range(layers)
+    ]
+    plan = StepPlan(rows, slots + 1, "cuda", len(shape.widths) * rank)
+    plan.update(
+        [slots - adapters + 1 + i % adapters for i in range(rows)], [1] * rows, [1.0] * rows
+    )
+    x = torch.randn(rows, shape.width_in, dtype=dtype, device="cuda")
+    y = torch.empty(rows, width, dtype=dtype, device="cuda")
+
+    def base(i: int) -> None:
+        torch.mm(x, weights[i % layers].T, out=y)
+
+    def both(i: int) -> None:
+        base(i)
+        lora_apply_(y, x, sites[i % layers], plan)
+
+    count = max(layers, 24)
+    gemm_us, both_us = graph_us(base, count), graph_us(both, count)
+    floor_bytes = adapters * shape.weight_bytes(rank) + 4 * rows * width
+    return {
+        **{key: case[key] for key in ("site", "rows", "adapters", "slots", "rank")},
+        "gemm_us": round(gemm_us, 3),
+        "added_us": round(both_us - gemm_us, 3),
+        "floor_us": round(floor_bytes / BYTES_PER_US, 3),
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    name = "{site} {rows} rows, {adapters} of {slots} adapters, r{rank}".format(**row)
+    gemm, added = row["gemm_us"], row["added_us"]
+    return f"{name:40} {gemm:8.2f} {added:8.2f} {row['floor_us']:8.2f} {100 * added / gemm:8.1f}"

@@ -1,0 +1,64 @@
+"""What must not cost: slots of a pool that a step does not use, and the host's side of a call."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from statistics import median
+from typing import Any
+
+import torch
+
+from loramux import StepPlan, lora_apply_
+
+from .common import COLD_BYTES, SITES, SiteShape, arena_sites, graph_us, write_results
+
+ADAPTERS, ROWS, RANK = 8, 8, 16
+POOLS = (8, 64, 512)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--turns", type=int, default=2000, help="calls of the dispatch figure")
+
+
+def run(options: argparse.Namespace) -> None:
+    rows = [pool_size(name, slots) for name in SITES for slots in POOLS]
+    for row in rows:
+        print("{site:8} 8 adapters in {slots:4} slots: {us:7.3f} us".format(**row))
+    rows.append(dispatch(options.turns))
+    print("eager lora_apply_: {us:.2f} us of host time".format(**rows[-1]))
+    write_results(options.json, rows)
+
+
+def pool_size(name: str, slots: int) -> dict[str, Any]:
+    """The same step of 8 adapters, each a row, in a pool of ``slots``."""
+    shape = SITES[name]
+    layers = math.ceil(COLD_BYTES / (ADAPTERS * shape.weight_bytes(RANK)))
+    sites, plan, x, y = _step(shape, slots, layers)
+    us = graph_us(lambda i: lora_apply_(y, x, sites[i % layers], plan), layers)
+    return {"figure": "pool_size", "site": name, "slots": slots, "us": round(us, 3)}
+
+
+def dispatch(turns: int) -> dict[str, Any]:
+    """Host time of one eager call, in runs too short to fill the queue."""
+    sites, plan, x, y = _step(SITES["qkv"], ADAPTERS, 1)
+    times = []
+    for _ in range(turns // 100):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(100):
+            lora_apply_(y, x, sites[0], plan)
+        times.append((time.perf_counter() - start) * 1e4)
+    return {"figure": "dispatch", "site": "qkv", "slots": ADAPTERS, "us": round(median(times), 2)}
+
+
+def _step(shape: SiteShape, slots: int, layers: int) -> tuple[Any, StepPlan, Any, Any]:
+    dtype = torch.bfloat16
+    sites = arena_sites(shape, slots, RANK, layers, dtype, "cuda")
+    plan = StepPlan(ROWS, slots + 1, "cuda", len(shape.widths) * RANK)
+    used = [1 + i * (slots // ADAPTERS) for i in range(ADAPTERS)]
+    plan.update(used, [1] * ROWS, [1.0] * ROWS)
+    x = torch.randn(ROWS, shape.width_in, dtype=dtype, device="cuda")
+    y = torch.randn(ROWS, sum(shape.widths), dtype=dtype, device="cuda")
+    return sites, plan, x, y

@@ -1,0 +1,100 @@
+// The expand of decode tiles (at most 8 rows of one slot) on sm_90 and later. It is bound by B's bytes and by
+// latency: a warp asks for all of its B before it waits for the kernel that makes h.
+//
+// Floor: 2 bytes x rank x width of each adapter's slice, and y read and written, over 4.2 TB/s; gate_up at
+// rank 16 takes 7.9 us for 32 rows of 32 adapters. B goes to registers in 16-byte loads, h comes from L2, y
+// in whole 128-byte lines.
+#include "cuda/columns.cuh"
+#include "cuda/common.cuh"
+#include "cuda/kernels.h"
+#include "cuda/launch.cuh"
+#include "cuda/ptx.cuh"
+#include "host/plan.h"
+
+namespace loramux {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * kLanes;
+
+// Grid: (blocks of columns of each slice; decode tiles). A warp holds B of kBlocks blocks of columns and
+// kGroups groups of ranks; ranks past those if kIsLong. kCtas: CTAs that an SM must hold at a time.
+template <typename T, int kGroups, int kBlocks, int kCtas, bool kIsLong>
+__global__ void __launch_bounds__(kThreads, kCtas)
+    expand_decode_kernel(const __grid_constant__ ExpandArgs args) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int kRanks = kGroups * kGroupRanks;
+  let_next_kernel_start();
+  TileRows tile;
+  if (!find_tile(args.plan, TileKind::decode, blockIdx.y, &tile)) return leave_idle();
+  const ColumnRange columns = find_columns(args.site, blockIdx.x, kWarps * kBlocks * kBlockColumns);
+  const SliceWeights<T> weights = find_slice<T>(args.site, tile.slot, columns.slice);
+  if (weights.rank == 0 || weights.stride % 8 != 0) return leave_idle();
+
+  const int g = threadIdx.x % kLanes / 4;
+  const int t = threadIdx.x % 4;
+  const Slice& slice = args.site.slices[columns.slice];
+  const int width = static_cast<int>(slice.width);
+  const int warp_column = columns.first + threadIdx.x / kLanes * kBlocks * kBlockColumns;
+  BColumns<T, kGroups, kBlocks> b;
+  b.load(weights, warp_column, width, 0);
+  const TileRow row = find_row(args.plan, tile, g, args.rows);
+  const float* const h = args.h + (row.index * args.site.num_slices + columns.slice) * args.site.max_rank;
+  const int end = row.index < 0 ? 0 : weights.rank;
+  wait_for_earlier_kernels();
+  YRows<T, kBlocks> y;
+  y.load(row, static_cast<T*>(args.y) + slice.offset, args.y_stride, warp_column + 8 * g, width);
+  float sums[kBlocks][kTiles][4] = {};
+#pragma unroll 1
+  for (int first_rank = 0; first_rank < weights.rank; first_rank += kRanks) {
+    if (kIsLong && first_rank > 0) b.load(weights, warp_column, width, first_rank);
+    uint2 hidden[kGroups];
+#pragma unroll
+    for (int q = 0; q < kGroups; ++q)
+      hidden[q] = load_hidden<T>(h, first_rank + first_rank_of_lane<kGroups>(q, t), end);
+    b.arrange();
+#pragma unroll
+    for (int q = 0; q < kGroups; ++q) b.multiply(q, hidden[q], sums);
+    if (!kIsLong) break;
+  }
+  y.add_and_store(sums, weights.scale);
+#endif
+}
+
+template <typename T, int kGroups, int kBlocks, int kCtas, bool kIsLong>
+int launch_expand(const ExpandArgs& args, void* stream) {
+  const dim3 grid(count_column_ctas(args.site, kWarps * kBlocks * kBlockColumns),
+                  max_decode_tiles(args.rows, args.site.num_slots));
+  return launch(expand_decode_kernel<T, kGroups, kBlocks, kCtas, kIsLong>, grid, kThreads, 1, stream, 0,
+                args);
+}
+
+// Beyond rank 16 B leaves registers for one block.
+template <typename T>
+int expand(const ExpandArgs& args, void* stream) {
+  if (args.site.max_rank <= 16) return launch_expand<T, 1, 2, 5, false>(args, stream);
+  if (args.site.max_rank <= 32) return launch_expand<T, 2, 1, 6, false>(args, stream);
+  if (args.site.max_rank <= 64) return launch_expand<T, 4, 1, 4, false>(args, stream);
+  return launch_expand<T, 4, 1, 3, true>(args, stream);
+}
+
+}  // namespace
+
+bool expand_serves(const ExpandArgs& args) {
+  const Site& site = args.site;
+  if (!is_half(site.dtype) || compute_capability() < 90) return false;
+  static const bool is_compiled = is_compiled_for_sm90(expand_decode_kernel<__half, 1, 2, 5, false>);
+  bool whole_vectors = site.max_rank % 8 == 0 && is_aligned(args.y, args.y_stride, site.dtype) &&
+                       reinterpret_cast<uintptr_t>(args.h) % 16 == 0;
+  for (int i = 0; i < site.num_slices; ++i) {
+    const Slice& slice = site.slices[i];
+    whole_vectors &= slice.width % 8 == 0 && slice.offset % 8 == 0 && slice.width < 1 << 30;
+  }
+  return is_compiled && whole_vectors && fits_grid(args);
+}
+
+int expand_decode(const ExpandArgs& args, void* stream) {
+  return args.site.dtype == DType::bf16 ? expand<__nv_bfloat16>(args, stream) : expand<__half>(args, stream);
+}
+
+}  // namespace loramux
