@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
@@ -37,3 +39,29 @@ def random_pair(
     a = torch.randn(rank, width_in, generator=generator) / width_in**0.5
     b = torch.randn(width_out, rank, generator=generator) / rank**0.5
     return a.to(dtype), b.to(dtype)
+
+
+def _truncate(file: Path) -> mock.MagicMock:
+    file.write_bytes(file.read_bytes()[:-1])
+    return mock.MagicMock()
+
+
+def _refuse_image(
+    *shape: Any, pin_memory: bool | None = None, empty: Any = torch.empty, **options: Any
+) -> torch.Tensor:
+    if pin_memory is not None:
+        raise torch.OutOfMemoryError("no memory for the image")
+    return empty(*shape, **options)
+
+
+# What keeps an adapter's folder from being loaded, as long as a ``with`` over it lasts.
+LOAD_FAULTS = {
+    "cut file": lambda path: _truncate(path / "adapter_model.safetensors"),
+    "disk error": lambda path: mock.patch(
+        "loramux.adapter_files._fill", side_effect=OSError(errno.EIO, "Input/output error")
+    ),
+    "out of host memory": lambda path: mock.patch("torch.empty", _refuse_image),
+    "out of memory for the table row": lambda path: mock.patch(
+        "loramux.store.LoraImage.table_row", side_effect=torch.OutOfMemoryError("no memory")
+    ),
+}

@@ -78,7 +78,9 @@ def test_generate_says_what_peft_says_to_each_prompt_alone(saved, capsys):
     root, answers = saved
     prompts = [f"--prompt={name}:{text}" for name, text in PROMPTS.items()]
     assert main([*arguments(root), *prompts, f"--prompt=:{PROMPTS['base']}"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    assert "2/2" in printed.err  # adapters loaded
+    lines = printed.out.splitlines()
     expected = []
     for name in (*PROMPTS, "base"):
         said = " ".join(WORDS[token] for token in generate.until(answers[name], {11}))

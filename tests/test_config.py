@@ -221,6 +221,29 @@ class TestRegistration:
         spec.add_adapter("a", "p")
         assert spec.registration("a") != first
 
+    def test_a_held_registration_is_served_until_its_last_release(self):
+        spec = make_spec(adapters={"a": "p"})
+        held = spec.hold("a")
+        assert held is spec.hold("a") is spec.registration("a")
+        spec.remove_adapter("a")
+        now = spec.add_adapter("a", "p")
+        assert spec.registrations(["a", held]) == [now, held]
+        spec.release(held)
+        assert spec.serves(held)
+        spec.release(held)
+        assert not spec.serves(held)
+        with pytest.raises(UnknownAdapter, match="neither served nor held"):
+            spec.registrations(["a", held])
+        with pytest.raises(UnknownAdapter, match="no adapter 'b' is served"):
+            spec.registrations(["a", "b"])
+        assert spec.registrations([now]) == [now]
+
+    def test_a_spec_keeps_no_hold_of_the_mappings_it_was_given(self):
+        adapters = {"a": "p"}
+        specs = [make_spec(adapters=adapters) for _ in range(2)]
+        specs[0].remove_adapter("a")
+        assert (adapters, specs[0].adapters, specs[1].adapters) == ({"a": "p"}, {}, {"a": "p"})
+
     def test_removed_names_are_unknown(self):
         spec = make_spec(adapters={"a": "p"})
         spec.remove_adapter("a")

@@ -95,8 +95,9 @@ def test_modules_that_have_no_place_or_do_not_fit_are_listed(tmp_path):
 def test_a_value_that_overflows_the_deployments_dtype_is_a_refusal(tmp_path):
     tensors = {name: tensor * 1e9 for name, tensor in factors(Q0, 4, 64, 64).items()}
     path = write(tmp_path, tensors)
-    (refusal,) = inspect_adapter(path, llama_spec(dtype=torch.float16)).refusals
-    assert "too large for the pool's dtype" in refusal
+    refusals = inspect_adapter(path, llama_spec(dtype=torch.float16)).refusals
+    assert [refusal[:14] for refusal in refusals] == ["A of module 'm", "B of module 'm"]
+    assert all("too large for the pool's dtype" in refusal for refusal in refusals)
     assert inspect_adapter(path, llama_spec(dtype=torch.bfloat16)).refusals == ()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,18 +25,26 @@ SOURCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def pack(
-    blocks: list[tuple[torch.Tensor, tuple[int, int]]], dtype: torch.dtype
-) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """Pack sources, each padded to a shape, one after another: the image and pack's result."""
-    entries, end = [], 0
-    for source, shape in blocks:
-        entries.append(
-            (source.data_ptr(), CODES[source.dtype], *source.shape, *source.stride(), *shape, end)
-        )
-        size = math.prod(shape) * dtype.itemsize
-        end += -(-size // _host.BLOCK_ALIGN) * _host.BLOCK_ALIGN
-    image = torch.full((end,), 0xFF, dtype=torch.uint8)
-    return image, _host.pack(image.data_ptr(), end, CODES[dtype], entries, 1)
+    source: torch.Tensor, padded: tuple[int, int], dtype: torch.dtype
+) -> tuple[torch.Tensor, tuple[int, int]]:
+    """Pack a source as the second block of an image: the block's bytes, and pack's result."""
+    size = math.prod(padded) * dtype.itemsize
+    end = -(-size // _host.BLOCK_ALIGN) * _host.BLOCK_ALIGN
+    image = torch.full((end + 2 * _host.BLOCK_ALIGN,), 0xFF, dtype=torch.uint8)
+    result = _host.pack(
+        image.data_ptr(),
+        len(image),
+        CODES[dtype],
+        source.data_ptr(),
+        CODES[source.dtype],
+        source.shape,
+        source.stride(),
+        padded,
+        _host.BLOCK_ALIGN,
+    )
+    before, block, after = image.split([_host.BLOCK_ALIGN, end, _host.BLOCK_ALIGN])
+    assert bool((before == 0xFF).all() and (after == 0xFF).all())
+    return block, result
 
 
 def values(dtype: torch.dtype) -> torch.Tensor:
@@ -54,23 +63,39 @@ def test_a_block_is_torchs_conversion_padded_with_zeros(
     from_dtype: torch.dtype, to_dtype: torch.dtype, source: str, padded: tuple[int, int]
 ) -> None:
     x = SOURCES[source](values(from_dtype))
-    image, result = pack([(x, padded), (x, padded)], to_dtype)
-    assert result == (0, -1, -1)
+    block, result = pack(x, padded, to_dtype)
+    assert result == (0, -1)
     want = torch.zeros(padded, dtype=to_dtype)
     want[:ROWS, :COLS] = x.to(to_dtype)
-    block = torch.zeros(len(image) // 2, dtype=torch.uint8)
-    block[: want.numel() * to_dtype.itemsize] = want.flatten().view(torch.uint8)
-    assert torch.equal(image, torch.cat([block, block]))
+    expected = torch.zeros_like(block)
+    expected[: want.numel() * to_dtype.itemsize] = want.flatten().view(torch.uint8)
+    assert torch.equal(block, expected)
 
 
 def test_a_source_may_start_at_any_byte() -> None:
-    x = values(torch.float32)
+    x = values(torch.float32)[:32, :8].contiguous()
     memory = torch.zeros(x.numel() * 4 + 1, dtype=torch.uint8)
     memory[1:] = x.flatten().view(torch.uint8)
     image = torch.empty(x.numel() * 4, dtype=torch.uint8)
-    block = (memory.data_ptr() + 1, CODES[x.dtype], ROWS, COLS, COLS, 1, ROWS, COLS, 0)
-    _host.pack(image.data_ptr(), len(image), CODES[x.dtype], [block], 1)
+    code, shape = CODES[x.dtype], (32, 8)
+    source = memory.data_ptr() + 1
+    _host.pack(image.data_ptr(), len(image), code, source, code, shape, (8, 1), shape, 0)
     assert torch.equal(image, memory[1:])
+    assert _host.all_finite(source, code, x.numel())
+
+
+@pytest.mark.parametrize("position", [0, 1023, 1024, 2999])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", CODES)
+def test_one_value_that_is_not_finite_is_found(
+    dtype: torch.dtype, value: float, position: int
+) -> None:
+    x = torch.full((3000,), torch.finfo(dtype).max, dtype=dtype)
+    x[::2] *= -1
+    assert _host.all_finite(x.data_ptr(), CODES[dtype], len(x))
+    x[position] = value
+    assert not _host.all_finite(x.data_ptr(), CODES[dtype], len(x))
+    assert _host.all_finite(x.data_ptr(), CODES[dtype], position)
 
 
 @pytest.mark.parametrize("source", ["contiguous", "transposed"])
@@ -96,47 +121,40 @@ def test_a_value_that_cannot_be_served_is_found(
     good = values(from_dtype)
     bad = good.clone()
     bad[70, 3] = bad[71, 0] = value
-    shape = (ROWS, COLS + 5)
-    _, result = pack([(good, shape), (SOURCES[source](bad), shape), (bad, shape)], to_dtype)
-    assert result == ((fault, 1, 70 * COLS + 3) if fault else (0, -1, -1))
+    _, result = pack(SOURCES[source](bad), (ROWS, COLS + 5), to_dtype)
+    assert result == ((fault, 70 * COLS + 3) if fault else (0, -1))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"dtype": 3}, "found 3"),
-        ({"cols": 5}, r"blocks\[0\] has 2 x 5 elements, which cannot be padded to 2 x 4"),
-        ({"rows": -1}, r"blocks\[0\] has -1 x 4 elements"),
-        ({"offset": 64}, r"blocks\[0\] starts at byte 64: expected a multiple of 128"),
-        ({"offset": -128}, r"blocks\[0\] starts at byte -128"),
-        ({"offset": 256}, "do not fit an image of 128 bytes"),
-        ({"offset": 256, "rows": 0, "padded_rows": 0}, "do not fit an image of 128 bytes"),
-        ({"padded_rows": 2**40, "padded_cols": 2**40}, "do not fit an image of 128 bytes"),
-        ({"padded_rows": 9}, "do not fit an image of 128 bytes"),
+        ({"source_dtype": -1}, "found -1"),
+        ({"shape": (2, 5)}, "a block of 2 x 5 elements cannot be padded to 2 x 4"),
+        ({"shape": (-1, 4)}, "a block of -1 x 4 elements"),
+        ({"offset": 64}, "a multiple of 128 bytes; found 64 and 128"),
+        ({"offset": -128}, "a multiple of 128 bytes; found -128 and 128"),
+        ({"bytes": 100}, "a multiple of 128 bytes; found 0 and 100"),
+        ({"offset": 256}, "does not fit an image of 128 bytes"),
+        ({"offset": 256, "shape": (0, 4), "padded": (0, 4)}, "does not fit an image of 128 bytes"),
+        ({"padded": (2**40, 2**40)}, "does not fit an image of 128 bytes"),
+        ({"padded": (9, 4)}, "does not fit an image of 128 bytes"),
     ],
 )
-def test_refuses_blocks_that_leave_the_image(change: dict[str, int], message: str) -> None:
+def test_refuses_a_block_that_leaves_the_image(change: dict[str, Any], message: str) -> None:
     x = torch.ones(2, 4)
     image = torch.full((128,), 0xFF, dtype=torch.uint8)
-    block = {
-        "source": x.data_ptr(),
+    arguments = {
+        "image": image.data_ptr(),
+        "bytes": 128,
         "dtype": 0,
-        "rows": 2,
-        "cols": 4,
-        "row_stride": 4,
-        "col_stride": 1,
-        "padded_rows": 2,
-        "padded_cols": 4,
+        "source": x.data_ptr(),
+        "source_dtype": 0,
+        "shape": (2, 4),
+        "strides": (4, 1),
+        "padded": (2, 4),
         "offset": 0,
     }
     with pytest.raises(ValueError, match=message):
-        _host.pack(image.data_ptr(), 128, 0, [tuple((block | change).values())], 1)
+        _host.pack(**(arguments | change))
     assert bool((image == 0xFF).all())
-
-
-def test_refuses_overlapping_blocks() -> None:
-    x = torch.ones(8, 8)
-    image = torch.zeros(1024, dtype=torch.uint8)
-    block = (x.data_ptr(), 0, 8, 8, 8, 1, 8, 8)
-    with pytest.raises(ValueError, match=r"blocks\[1\] starts at byte 128: .* at least 256"):
-        _host.pack(image.data_ptr(), 1024, 0, [(*block, 0), (*block, 128)], 1)

@@ -34,9 +34,11 @@ class Plan:
 
     def write(self, segments: list[Segment], num_slots: int) -> int:
         return _host.Planner().plan(
-            [slot for slot, _, _ in segments],
-            [rows for _, rows, _ in segments],
-            [scale for _, _, scale in segments],
+            _host.Segments(
+                [slot for slot, _, _ in segments],
+                [rows for _, rows, _ in segments],
+                [scale for _, _, scale in segments],
+            ),
             num_slots,
             self.words.data_ptr(),
             len(self.words),
@@ -171,14 +173,64 @@ def test_refuses_arguments_that_do_not_belong_together() -> None:
     plan = Plan(64)
     address = plan.words.data_ptr()
     planner = _host.Planner()
+    one = _host.Segments([1], [1], [1.0])
     with pytest.raises(ValueError, match="found 2, 1 and 1 items"):
-        planner.plan([1, 1], [1], [1.0], 5, address, 64)
+        _host.Segments([1, 1], [1], [1.0])
     with pytest.raises(ValueError, match="starts on 16 bytes"):
-        planner.plan([1], [1], [1.0], 5, address + 4, 60)
+        planner.plan(one, 5, address + 4, 60)
     with pytest.raises(ValueError, match="multiple of 4 words"):
-        planner.plan([1], [1], [1.0], 5, address, 63)
+        planner.plan(one, 5, address, 63)
     with pytest.raises(TypeError):
-        planner.plan(["1"], [1], [1.0], 5, address, 64)  # type: ignore[list-item]
+        _host.Segments(["1"], [1], [1.0])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="found -1 rows over 5 slots"):
         _host.plan_capacity(-1, 5)
     assert plan.untouched
+
+
+adapters = st.sampled_from(["a", "b", "c", None])
+tokens = st.integers(0, 5).map(lambda n: 4 * n)
+
+
+@given(
+    st.lists(st.tuples(adapters, tokens, st.sampled_from([1.0, 0.5]))), st.sampled_from([0, 1, 4])
+)
+def test_a_steps_segments_are_planned_as_its_slots_and_rows(
+    segments: list[tuple[str | None, int, float]], grouping: int
+) -> None:
+    step = _host.Step(segments)
+    named = dict.fromkeys(name for name, length, _ in segments if name is not None and length)
+    assert step.adapters == list(named)
+
+    slot_of = dict(zip(named, (5, 2, 7), strict=False))
+    rows = [length // grouping if grouping else min(length, 1) for _, length, _ in segments]
+    want = Plan(_host.plan_capacity(sum(rows), 8))
+    want.write(
+        [
+            (slot_of.get(name, 0), count, scale)
+            for (name, _, scale), count in zip(segments, rows, strict=True)
+        ],
+        8,
+    )
+    got = Plan(len(want.words))
+    grouped = step.grouped(grouping, list(slot_of.values()))
+    assert step.rows(grouping) == grouped.rows == sum(rows)
+    _host.Planner().plan(grouped, 8, got.words.data_ptr(), len(got.words))
+    assert torch.equal(got.memory, want.memory)
+
+
+def test_a_step_refuses_segments_that_have_no_rows() -> None:
+    with pytest.raises(ValueError, match="a segment of 6 tokens has no whole rows of 4 tokens"):
+        _host.Step([("a", 4, 1.0), ("a", 6, 1.0)]).rows(4)
+    for grouping in (0, 1):
+        with pytest.raises(ValueError, match="a segment of -1 tokens has no whole rows"):
+            _host.Step([(None, -1, 1.0)]).rows(grouping)
+    with pytest.raises(ValueError, match=r"tokens\[0\] is 2147483648"):
+        _host.Step([("a", 2**31, 1.0)])
+    with pytest.raises(ValueError, match="the step has 2147483648 rows"):
+        _host.Step([("a", 2**31 - 1, 1.0), ("a", 1, 1.0)]).rows(1)
+    with pytest.raises(TypeError, match="a tuple of adapter, tokens and scale"):
+        _host.Step([("a", 1)])  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        _host.Step([({}, 1, 1.0)])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="names 1 adapters; found 2 slots"):
+        _host.Step([("a", 1, 1.0)]).grouped(1, [1, 2])

@@ -7,10 +7,16 @@ import threading
 import pytest
 import torch
 
-from common import random_pair, save_adapter
+from common import LOAD_FAULTS, random_pair, save_adapter
 from loramux import LoraPool, LoraSpec, LoraStep, LoraTarget, Segment, lora_apply_
 from loramux.config import LoraBaseOnly, LoraModuleRef
-from loramux.errors import AdapterError, PlanMismatch, PoolExhausted, UnknownAdapter
+from loramux.errors import (
+    AdapterError,
+    LoraError,
+    PlanMismatch,
+    PoolExhausted,
+    UnknownAdapter,
+)
 from loramux.identity import read_adapter_digest
 
 WIDTH = 32
@@ -256,6 +262,26 @@ def test_C131_a_failed_load_between_two_good_steps_leaves_no_trace(serve, tmp_pa
     assert_serves(pool, "a")
 
 
+@pytest.mark.parametrize("fault", LOAD_FAULTS)
+def test_C131_a_load_cut_short_between_two_good_steps_leaves_no_trace(serve, tmp_path, fault):
+    pool = serve({"a": "q"})
+    assert_serves(pool, "a")
+    path = write(tmp_path, "bad", "q")
+    pool.spec.add_adapter("bad", path)
+
+    def state():
+        slots = [(slot.holds, slot.leases, slot.used_at) for slot in pool._slots]
+        return {**pool.counters, "on_host": 0, "load_seconds": 0}, slots, pool._arena.tolist()
+
+    before = state()
+    with LOAD_FAULTS[fault](tmp_path / "bad"), pytest.raises((LoraError, torch.OutOfMemoryError)):
+        run(pool, "a", "bad")
+    assert state() == before
+    assert_serves(pool, "a")
+    write(tmp_path, "bad", "q")
+    assert_serves(pool, "a", "bad")
+
+
 def test_C131_a_refused_step_leaves_the_one_before_it_valid(serve):
     pool = serve({"a": "q"})
     with pool.begin_step(LoraStep((Segment("a", 2),))) as lease:
@@ -324,16 +350,13 @@ def test_prefetch_makes_a_later_step_a_hit(serve):
 
 def test_C089_concurrent_loads_of_one_adapter_share_one_read(serve, monkeypatch):
     pool = serve({"a": "q"})
-    reads = []
-    from loramux import store
+    reads, read = [], pool._store.read
 
-    read = store.read_lora_file
-
-    def counted(*arguments):
+    def counted(*arguments, **options):
         reads.append(arguments)
-        return read(*arguments)
+        return read(*arguments, **options)
 
-    monkeypatch.setattr(store, "read_lora_file", counted)
+    monkeypatch.setattr(pool._store, "read", counted)
     registration = pool.spec.registration("a")
     images, barrier = [], threading.Barrier(16)
 
@@ -353,17 +376,15 @@ def test_C089_concurrent_loads_of_one_adapter_share_one_read(serve, monkeypatch)
 
 def test_C085_an_adapter_unloaded_while_it_loads_is_not_kept(serve, monkeypatch):
     pool = serve({"a": "q"})
-    from loramux import store
+    read = pool._store.read
 
-    read = store.read_lora_file
-
-    def read_and_unload(*arguments):
-        adapter = read(*arguments)
+    def read_and_unload(*arguments, **options):
+        image = read(*arguments, **options)
         pool.spec.remove_adapter("a")
         pool.unload("a")
-        return adapter
+        return image
 
-    monkeypatch.setattr(store, "read_lora_file", read_and_unload)
+    monkeypatch.setattr(pool._store, "read", read_and_unload)
     assert_serves(pool, "a")  # the step had begun before
     assert pool.counters["on_host"] == pool.counters["resident"] == []
 
@@ -453,7 +474,7 @@ def test_a_step_that_cannot_be_planned_leaves_no_lease(serve):
 def test_a_step_half_planned_ends_the_one_before_it(serve, monkeypatch):
     pool = serve({"a": "q"}, targets={**TARGETS, "v": LoraTarget(WIDTH, (WIDTH,), token_fold=2)})
     with pool.begin_step(LoraStep((Segment("a", 2),))) as lease:
-        monkeypatch.setattr(pool.plan(2), "update", lambda *_: 1 / 0)
+        monkeypatch.setattr(pool.plan(2), "write", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             pool.begin_step(LoraStep((Segment("a", 4),)))
         with pytest.raises(PlanMismatch, match="this step is over"):

@@ -183,6 +183,13 @@ class TestChanges:
         with pytest.raises(AdapterError, match="not_there"):
             deploy(adapters={"a": path("bad", modules=("not_there",))})
 
+    def test_progress_is_told_of_every_configured_adapter(self, path):
+        told = []
+        spec = TwoSpecs().lora_specs()[0]
+        spec.apply_yaml_overrides(adapters={"a": path("a"), "b": path("b", 1)})
+        LoraRuntime.build([spec], progress=lambda *counts: told.append(counts)).close()
+        assert told == [(1, 2), (2, 2)]
+
     def test_an_adapter_of_a_configured_digest_is_read_when_it_is_asked_for(self, deploy, path):
         spec = lora_specs(TwoSpecs(), {"resources": {"lora": {}}})[0]
         digest = read_adapter_digest(spec, path("a"))
@@ -473,5 +480,5 @@ def test_C085_C088_no_request_is_lost_or_wrong_while_adapters_come_and_go(tmp_pa
     pool = runtime.pools["lora"]
     assert pool.counters["resident"] == pool.counters["on_host"] == []
     assert not pool.spec._held
-    assert not pool.spec._generations
+    assert not pool.spec._registrations
     runtime.close()

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <thread>
 #include <type_traits>
 
 #include "half.h"
@@ -10,8 +9,8 @@
 namespace loramux {
 namespace {
 
-constexpr int64_t kMinBytesPerThread = 4 << 20;  // about a millisecond: a thread's start is small beside it
-constexpr int64_t kTransposeTile = 64;           // rows and columns whose lines stay in the L1 cache
+constexpr int64_t kTransposeTile = 64;    // rows and columns whose lines stay in the L1 cache
+constexpr int64_t kCheckedAtOnce = 1024;  // values, of which a copy stays in the L1 cache
 
 template <DType>
 struct Element;
@@ -94,105 +93,71 @@ int64_t row_bytes(const Block& block, DType dtype) {
   return block.padded_cols * item_size(dtype);
 }
 
+int64_t block_bytes(const Block& block, DType dtype) {
+  return (block.padded_rows * row_bytes(block, dtype) + kBlockAlign - 1) / kBlockAlign * kBlockAlign;
+}
+
 void zero(std::byte* begin, std::byte* end) {
   std::fill(begin, end, std::byte{0});
 }
 
-// The next three functions take rows [begin, end) of a block. The first is false if an element does not fit.
-bool copy_rows(const Block& block, int64_t begin, int64_t end, std::byte* image, DType dtype) {
+// False if an element does not fit.
+bool copy(const Block& block, std::byte* image, DType dtype) {
   const Convert convert = converter(block.source_dtype, dtype);
   const auto to = [&](int64_t row, int64_t col) {
     return image + block.offset + row * row_bytes(block, dtype) + col * item_size(dtype);
   };
 
   if (block.col_stride == 1 && block.row_stride == block.cols && block.cols == block.padded_cols)
-    return convert(source_element(block, begin, 0), 1, to(begin, 0), 1, (end - begin) * block.cols);
+    return convert(block.source, 1, to(0, 0), 1, block.rows * block.cols);
 
   bool good = true;
   if (block.col_stride <= block.row_stride) {
-    for (int64_t row = begin; row < end; ++row)
+    for (int64_t row = 0; row < block.rows; ++row)
       good &= convert(source_element(block, row, 0), block.col_stride, to(row, 0), 1, block.cols);
     return good;
   }
-  for (int64_t row = begin; row < end; row += kTransposeTile)
+  for (int64_t row = 0; row < block.rows; row += kTransposeTile)
     for (int64_t col = 0; col < block.cols; col += kTransposeTile)
       for (int64_t c = col; c < std::min(col + kTransposeTile, block.cols); ++c)
         good &= convert(source_element(block, row, c), block.row_stride, to(row, c), block.padded_cols,
-                        std::min(kTransposeTile, end - row));
+                        std::min(kTransposeTile, block.rows - row));
   return good;
 }
 
-PackResult first_fault(const Block& block, int64_t begin, int64_t end, DType dtype) {
+PackResult first_fault(const Block& block, DType dtype) {
   const Convert fits = converter(block.source_dtype, dtype);
   const Convert is_finite = converter(block.source_dtype, block.source_dtype);
   std::byte ignored[sizeof(float)];
-  for (int64_t row = begin; row < end; ++row) {
+  for (int64_t row = 0; row < block.rows; ++row) {
     for (int64_t col = 0; col < block.cols; ++col) {
       const std::byte* element = source_element(block, row, col);
       if (fits(element, 1, ignored, 1, 1)) continue;
       const bool finite = is_finite(element, 1, ignored, 1, 1);
-      return {finite ? PackFault::overflow : PackFault::not_finite, -1, row * block.cols + col};
+      return {finite ? PackFault::overflow : PackFault::not_finite, row * block.cols + col};
     }
   }
   return {};
 }
 
-PackResult pack_rows(const Block& block, int64_t begin, int64_t end, std::byte* image, DType dtype) {
-  const int64_t filled = std::clamp(block.source ? block.rows : 0, begin, end);
-  const auto row_start = [&](int64_t row) { return image + block.offset + row * row_bytes(block, dtype); };
-  if (block.cols < block.padded_cols)
-    for (int64_t row = begin; row < filled; ++row)
-      zero(row_start(row) + block.cols * item_size(dtype), row_start(row + 1));
-  zero(row_start(filled), row_start(end));
-  return copy_rows(block, begin, filled, image, dtype) ? PackResult{}
-                                                       : first_fault(block, begin, filled, dtype);
-}
-
-// Packs the rows that start in bytes [begin, end) of the image, up to the first fault.
-PackResult pack_bytes(const std::vector<Block>& blocks, int64_t begin, int64_t end, std::byte* image,
-                      DType dtype) {
-  for (size_t i = 0; i < blocks.size(); ++i) {
-    const Block& block = blocks[i];
-    const int64_t bytes = row_bytes(block, dtype);
-    if (bytes == 0) continue;
-    const auto first_row_from = [&](int64_t byte) {
-      return std::clamp<int64_t>((byte - block.offset + bytes - 1) / bytes, 0, block.padded_rows);
-    };
-    PackResult result = pack_rows(block, first_row_from(begin), first_row_from(end), image, dtype);
-    if (result.fault == PackFault::none) continue;
-    result.block = static_cast<int64_t>(i);
-    return result;
-  }
-  return {};
-}
-
-void zero_gaps(const std::vector<Block>& blocks, std::byte* image, int64_t bytes, DType dtype) {
-  int64_t end = 0;
-  for (const Block& block : blocks) {
-    zero(image + end, image + block.offset);
-    end = block.offset + block.padded_rows * row_bytes(block, dtype);
-  }
-  zero(image + end, image + bytes);
-}
-
 }  // namespace
 
-PackResult pack(std::byte* image, int64_t bytes, DType dtype, const std::vector<Block>& blocks, int threads) {
-  zero_gaps(blocks, image, bytes, dtype);
-  const int64_t parts = std::clamp<int64_t>(bytes / kMinBytesPerThread, 1, threads);
-  std::vector<PackResult> results(parts);
-  const auto pack_part = [&](int64_t part) {
-    results[part] = pack_bytes(blocks, bytes * part / parts, bytes * (part + 1) / parts, image, dtype);
-  };
-  {
-    std::vector<std::jthread> others;
-    for (int64_t part = 1; part < parts; ++part) others.emplace_back(pack_part, part);
-    pack_part(0);
-  }
-  // The parts are in image order, hence in the order of blocks and of elements.
-  const auto fault = std::find_if(results.begin(), results.end(),
-                                  [](const PackResult& result) { return result.fault != PackFault::none; });
-  return fault == results.end() ? PackResult{} : *fault;
+PackResult pack(const Block& block, std::byte* image, DType dtype) {
+  const auto row_start = [&](int64_t row) { return image + block.offset + row * row_bytes(block, dtype); };
+  if (block.cols < block.padded_cols)
+    for (int64_t row = 0; row < block.rows; ++row)
+      zero(row_start(row) + block.cols * item_size(dtype), row_start(row + 1));
+  zero(row_start(block.rows), image + block.offset + block_bytes(block, dtype));
+  return copy(block, image, dtype) ? PackResult{} : first_fault(block, dtype);
+}
+
+bool all_finite(const std::byte* values, DType dtype, int64_t count) {
+  const Convert is_finite = converter(dtype, dtype);
+  alignas(64) std::byte ignored[kCheckedAtOnce * sizeof(float)];
+  bool good = true;
+  for (int64_t i = 0; i < count && good; i += kCheckedAtOnce)
+    good = is_finite(values + i * item_size(dtype), 1, ignored, 1, std::min(kCheckedAtOnce, count - i));
+  return good;
 }
 
 }  // namespace loramux

@@ -3,16 +3,15 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #include "lora.h"
 
 namespace loramux {
 
 // One matrix of an image: `rows` x `cols` elements of the source (through its strides, in elements), widened
-// with zeros to padded_rows x padded_cols, row-major at `offset` bytes.
+// with zeros to padded_rows x padded_cols, row-major at `offset` bytes, and on to the next kBlockAlign.
 struct Block {
-  const std::byte* source;  // any alignment; null: all zeros
+  const std::byte* source;  // any alignment
   DType source_dtype;
   int64_t rows, cols;
   int64_t row_stride, col_stride;
@@ -24,13 +23,14 @@ enum class PackFault { none, not_finite, overflow };
 
 struct PackResult {
   PackFault fault = PackFault::none;
-  int64_t block = -1;  // the first offender, by position in `blocks`
-  int64_t index = -1;  // its first bad element, row * cols + col in the source's logical shape
+  int64_t index = -1;  // the first bad element, row * cols + col in the source's logical shape
 };
 
-// Fills image[0 .. bytes) from blocks, rounding to `dtype` to nearest even, on up to `threads` >= 1 threads.
-// The blocks come in ascending order, without overlap; the bytes between them become zeros. A NaN or Inf in a
-// source, or a finite value that rounds to Inf, is a fault; the image's content is then undefined.
-PackResult pack(std::byte* image, int64_t bytes, DType dtype, const std::vector<Block>& blocks, int threads);
+// Fills a block of an image, rounding to `dtype` to nearest even. A NaN or Inf in the source, or a finite
+// value that rounds to Inf, is a fault; the block's content is then undefined.
+PackResult pack(const Block& block, std::byte* image, DType dtype);
+
+// Whether none of `count` values, at any alignment, is a NaN or Inf.
+bool all_finite(const std::byte* values, DType dtype, int64_t count);
 
 }  // namespace loramux

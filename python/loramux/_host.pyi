@@ -3,8 +3,8 @@
 Dtype codes are ``DType`` of csrc/lora.h: 0 float32, 1 float16, 2 bfloat16.
 """
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Hashable, Sequence
+from typing import Any, Final
 
 DECODE_ROWS: Final[int]
 PREFILL_ROWS: Final[int]
@@ -26,27 +26,68 @@ def max_prefill_tiles(rows: int, num_slots: int) -> int:
 def plan_capacity(rows: int, num_slots: int) -> int:
     """Int32 words that hold the plan of any such step. Raises as ``max_decode_tiles``."""
 
+class Segments:
+    """What a planner plans: the segments of a step under one row grouping, in packed order.
+
+    Lists and tuples are read in place; anything else is copied to a list first.
+
+    Args:
+        slots: one per segment; 0 and below are base rows.
+        rows: rows per segment, 0 or more.
+        scales: factor on the delta per segment.
+
+    Attributes:
+        rows: of all segments.
+
+    Raises:
+        ValueError: sequences of different lengths, or a number that does not fit 32 bits.
+    """
+
+    def __init__(
+        self, slots: Sequence[int], rows: Sequence[int], scales: Sequence[float]
+    ) -> None: ...
+    @property
+    def rows(self) -> int: ...
+
+class Step:
+    """A step's segments as its caller has them, read once for all row groupings.
+
+    Args:
+        segments: ``(adapter, tokens, scale)``; the adapter is hashable, ``None`` the base model.
+
+    Attributes:
+        adapters: distinct adapters of the segments that have tokens, in order of their first.
+
+    Raises:
+        TypeError: no such tuples.
+        ValueError: a number of tokens that does not fit 32 bits.
+    """
+
+    def __init__(self, segments: Sequence[tuple[Hashable | None, int, float]]) -> None: ...
+    @property
+    def adapters(self) -> list[Any]: ...
+    def rows(self, grouping: int) -> int:
+        """Rows that a linear of a row grouping sees: 1 per token, k per k tokens, 0 per segment.
+
+        Raises:
+            ValueError: a negative segment, one of no whole rows, or more rows than an int32.
+        """
+
+    def grouped(self, grouping: int, slots: Sequence[int]) -> Segments:
+        """The segments as the planner takes them, ``slots[i]`` being that of ``adapters[i]``.
+
+        Raises:
+            ValueError: as ``rows``, or another number of slots than of adapters.
+        """
+
 class Planner:
     """Writes step plans. Keeps its scratch memory between calls."""
 
     def __init__(self) -> None: ...
-    def plan(
-        self,
-        slots: Sequence[int],
-        rows: Sequence[int],
-        scales: Sequence[float],
-        num_slots: int,
-        address: int,
-        capacity: int,
-    ) -> int:
-        """Plan a step of segments, each ``rows[i]`` rows of ``slots[i]``, in packed order.
-
-        Lists and tuples are read in place; anything else is copied to a list first.
+    def plan(self, segments: Segments, num_slots: int, address: int, capacity: int) -> int:
+        """Plan a step.
 
         Args:
-            slots: one per segment; 0 and below are base rows.
-            rows: rows per segment, 0 or more.
-            scales: factor on the delta per segment.
             num_slots: slots of the table, the zero adapter's included.
             address: of the int32 buffer to write, 16-byte aligned.
             capacity: of the buffer in words, a multiple of 4.
@@ -55,32 +96,47 @@ class Planner:
             Tiles in the plan; 0 if every row is the base's.
 
         Raises:
-            ValueError: sequences of different lengths, a slot outside the table, rows that are
-                negative or do not sum to an int32, a misaligned buffer, or one that is too small.
-                Nothing is written.
+            ValueError: a slot outside the table, rows that are negative or do not sum to an int32,
+                a misaligned buffer, or one that is too small. Nothing is written.
         """
 
 def pack(
-    image: int, bytes: int, dtype: int, blocks: Sequence[tuple[int, ...]], threads: int
-) -> tuple[int, int, int]:
-    """Fill an image from matrices, rounding to nearest even. Releases the GIL.
+    image: int,
+    bytes: int,
+    dtype: int,
+    source: int,
+    source_dtype: int,
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    padded: tuple[int, int],
+    offset: int,
+) -> tuple[int, int]:
+    """Fill one block of an image from a matrix, rounding to nearest even. Releases the GIL.
 
     Args:
         image: address of the image.
-        bytes: its size. What no block covers becomes zeros.
+        bytes: its size, a multiple of ``BLOCK_ALIGN``.
         dtype: code of the image's dtype.
-        blocks: ``(source, dtype, rows, cols, row_stride, col_stride, padded_rows, padded_cols,
-            offset)`` in ascending order: the source's address (0: zeros), dtype code, shape and
-            strides in elements, the shape it is padded to with zeros, and where that lies in the
-            image, in bytes, a multiple of ``BLOCK_ALIGN``.
-        threads: how many may run, 1 or more.
+        source: address of the matrix.
+        source_dtype: code of its dtype.
+        shape: rows and columns of it.
+        strides: of it in elements.
+        padded: rows and columns of the block. What the matrix does not cover, up to the next
+            multiple of ``BLOCK_ALIGN``, becomes zeros.
+        offset: of the block in the image, in bytes, a multiple of ``BLOCK_ALIGN``.
 
     Returns:
-        ``(fault, block, index)``: ``(0, -1, -1)``, or fault 1 for a NaN or Inf and 2 for a value
-        that rounds to Inf, with the first offender's position in ``blocks`` and in its source
-        (``row * cols + col``). The image is then undefined.
+        ``(fault, index)``: ``(0, -1)``, or fault 1 for a NaN or Inf and 2 for a value that rounds
+        to Inf, with the first offender's place in the matrix (``row * columns + column``). The
+        block is then undefined.
 
     Raises:
-        ValueError: an unknown dtype code, blocks that overlap or leave the image, or no thread.
-            Nothing is written.
+        ValueError: an unknown dtype code, or a block that leaves the image. Nothing is written.
+    """
+
+def all_finite(values: int, dtype: int, count: int) -> bool:
+    """Whether none of ``count`` values at an address is a NaN or Inf. Releases the GIL.
+
+    Raises:
+        ValueError: an unknown dtype code.
     """

@@ -2,8 +2,8 @@
 
 The safetensors format is https://huggingface.co/docs/safetensors#format. This reader stands in for
 the library's because that one maps the file: a later edit would change loaded weights, and a
-truncation would kill the process. Here every byte is read once, into memory of its own. The writer
-is for what this reader reads.
+truncation would kill the process. Here bytes are read into memory of their own. The writer is for
+what this reader reads.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -27,7 +28,7 @@ MAX_HEADER_BYTES = 16 << 20  # about 80,000 tensors
 MAX_SIDECAR_BYTES = 4 << 20
 _MAX_DIMS = 8
 _CHUNK_BYTES = 4 << 20
-_MAX_THREADS = 8
+_MAX_THREADS = 16
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PICKLE = "a pickle, which can run code as it is read: re-save the adapter as safetensors"
 _DTYPES = {
@@ -52,30 +53,98 @@ class _Entry(NamedTuple):
     end: int
 
 
-def read_safetensors(path: str, *, weights: bool = True) -> dict[str, torch.Tensor]:
-    """Every tensor of the safetensors file ``path``, on the CPU and aliasing nothing of the file.
+class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
+    """An open safetensors file whose header is checked; closed at the end of a ``with``.
 
-    Args:
-        weights: ``False`` reads the header only and returns meta tensors.
+    Attributes:
+        path: of the file.
 
     Raises:
         AdapterError: not a safetensors file, or one that contradicts itself.
     """
-    if path.lower().endswith(_PICKLE_SUFFIXES):
-        raise AdapterError(path, [f"a {os.path.splitext(path)[1]} file is {_PICKLE}"])
-    try:
-        with _open(path) as file:
-            entries, data_start, data_bytes = _read_header(file, path)
-            if not weights:
-                return {
-                    name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-                    for name, entry in entries.items()
-                }
-            data = torch.empty(data_bytes, dtype=torch.uint8)
-            _fill(data, file, data_start)
-    except OSError as error:
-        raise AdapterError(path, [f"cannot be read: {error.strerror}"]) from error
-    return {name: _view(data, entry) for name, entry in entries.items()}
+
+    def __init__(self, path: str) -> None:
+        if path.lower().endswith(_PICKLE_SUFFIXES):
+            raise AdapterError(path, [f"a {os.path.splitext(path)[1]} file is {_PICKLE}"])
+        self.path = path
+        with ExitStack() as opened, _readable(path):
+            self._file = opened.enter_context(_open(path))
+            self._entries, self._start, self._bytes = _read_header(self._file, path)
+            opened.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor, on the CPU and aliasing nothing of the file.
+
+        Raises:
+            AdapterError: the file cannot be read.
+        """
+        data = torch.empty(self._bytes, dtype=torch.uint8)
+        memory = tensor_memory(data)
+
+        def read_chunk(start: int) -> None:
+            self._read(memory[start : start + _CHUNK_BYTES], start)
+
+        in_parallel(read_chunk, range(0, len(memory), _CHUNK_BYTES))
+        return {name: _view(data, entry) for name, entry in self._entries.items()}
+
+    def outline(self) -> dict[str, torch.Tensor]:
+        """Every tensor, on the meta device where ``read`` can fetch it or a view of it.
+
+        A tensor of one element, and one that starts off its dtype's alignment, is read.
+
+        Raises:
+            AdapterError: the file cannot be read.
+        """
+        data = torch.empty(self._bytes, dtype=torch.uint8, device="meta")
+        return {name: self._outlined(entry, data) for name, entry in self._entries.items()}
+
+    def read(self, outlined: torch.Tensor, memory: memoryview) -> memoryview:
+        """The bytes of a tensor of ``outline``, or of a view of some of its rows and columns.
+
+        Args:
+            memory: where they are read to, row after row; at least as large.
+
+        Raises:
+            AdapterError: the file cannot be read.
+        """
+        size = outlined.dtype.itemsize
+        start = int(outlined.storage_offset()) * size
+        target = memory[: outlined.numel() * size]
+        if outlined.is_contiguous():
+            self._read(target, start)
+        else:
+            rows, columns = outlined.shape
+            for row in range(rows):
+                piece = target[row * columns * size : (row + 1) * columns * size]
+                self._read(piece, start + row * outlined.stride(0) * size)
+        return target
+
+    def _read(self, memory: memoryview, start: int) -> None:
+        with _readable(self.path):
+            _fill(memory, self._file, self._start + start)
+
+    def _outlined(self, entry: _Entry, data: torch.Tensor) -> torch.Tensor:
+        if math.prod(entry.shape) > 1 and entry.start % entry.dtype.itemsize == 0:
+            return _view(data, entry)
+        memory = torch.empty(entry.end - entry.start, dtype=torch.uint8)
+        self._read(tensor_memory(memory), entry.start)
+        return memory.view(entry.dtype).view(entry.shape)
+
+
+def read_safetensors(path: str, *, weights: bool = True) -> dict[str, torch.Tensor]:
+    """Every tensor of the safetensors file ``path``, on the CPU and aliasing nothing of the file.
+
+    Args:
+        weights: ``False`` returns :meth:`SafetensorsFile.outline`.
+
+    Raises:
+        AdapterError: not a safetensors file, or one that contradicts itself.
+    """
+    with SafetensorsFile(path) as file:
+        return file.tensors() if weights else file.outline()
 
 
 def read_sidecar(path: str) -> dict[str, Any] | None:
@@ -87,11 +156,8 @@ def read_sidecar(path: str) -> dict[str, Any] | None:
     sidecar = os.path.join(os.path.dirname(path), "adapter_config.json")
     if not os.path.lexists(sidecar):
         return None
-    try:
-        with _open(sidecar) as file:
-            text = file.read(MAX_SIDECAR_BYTES + 1)
-    except OSError as error:
-        raise AdapterError(sidecar, [f"cannot be read: {error.strerror}"]) from error
+    with _readable(sidecar), _open(sidecar) as file:
+        text = file.read(MAX_SIDECAR_BYTES + 1)
     if len(text) > MAX_SIDECAR_BYTES:
         raise AdapterError(sidecar, [f"is larger than the {MAX_SIDECAR_BYTES} bytes expected"])
     try:
@@ -140,12 +206,25 @@ def tensor_memory(tensor: torch.Tensor) -> memoryview:
 def in_parallel(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """``[function(item) for item in items]`` over threads, for functions that release the GIL."""
     workers = max(1, min(len(items), os.cpu_count() or 1, _MAX_THREADS))
-    with ThreadPoolExecutor(workers) as pool:
-        parts = pool.map(lambda i: [function(item) for item in items[i::workers]], range(workers))
     results: list[Any] = [None] * len(items)
-    for i, part in enumerate(parts):
-        results[i::workers] = part
+    waiting = iter(range(len(items)))
+
+    def work(_: int) -> None:
+        for i in waiting:  # shared by the threads: each takes the next
+            results[i] = function(items[i])
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(work, range(workers)))
     return results
+
+
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """An ``OSError`` inside says that ``path`` cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise AdapterError(path, [f"cannot be read: {error.strerror}"]) from error
 
 
 def _open(path: str) -> BinaryIO:
@@ -260,19 +339,13 @@ def _parse_entry(value: object) -> _Entry:
     return _Entry(dtype, tuple(shape), offsets[0], offsets[1])
 
 
-def _fill(data: torch.Tensor, file: BinaryIO, offset: int) -> None:
-    """Read the file from byte ``offset`` into ``data``, in parallel."""
-    memory = tensor_memory(data)
-
-    def read_chunk(start: int) -> None:
-        end = min(start + _CHUNK_BYTES, len(memory))
-        while start < end:
-            count = os.preadv(file.fileno(), [memory[start:end]], offset + start)
-            if count == 0:
-                raise OSError(0, f"it ended at byte {offset + start}, cut while it was read")
-            start += count
-
-    in_parallel(read_chunk, range(0, len(memory), _CHUNK_BYTES))
+def _fill(memory: memoryview, file: BinaryIO, offset: int) -> None:
+    """Read the file from byte ``offset`` into ``memory``."""
+    while memory:
+        count = os.preadv(file.fileno(), [memory], offset)
+        if count == 0:
+            raise OSError(0, f"it ended at byte {offset}, cut while it was read")
+        memory, offset = memory[count:], offset + count
 
 
 def _view(data: torch.Tensor, entry: _Entry) -> torch.Tensor:

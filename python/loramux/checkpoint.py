@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from .adapter_files import in_parallel, read_safetensors, read_sidecar
+from . import _host
+from .adapter_files import SafetensorsFile, in_parallel, read_safetensors, read_sidecar
 from .config import AdapterInfo, LoraSpec, resolve_adapter_path
 from .errors import AdapterError
 from .peft_config import PeftConfig, is_alpha, numbers_by_module, parse_peft_config
@@ -24,7 +26,8 @@ from .tensor_names import EMBEDDING, LINEAR, copied_module, group_factors
 Tensors = dict[str, torch.Tensor]
 ConvertKeys = Callable[[Tensors], Tensors]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType of csrc/lora.h
+_DTYPES = tuple(DTYPE_CODES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +81,12 @@ class LoraAdapter:
     notes: tuple[str, ...] = ()
 
     @property
+    def factors(self) -> list[torch.Tensor]:
+        """A and B of every module, in order of the modules' names."""
+        modules = [module for _, module in sorted(self.modules.items())]
+        return [factor for module in modules for factor in (module.a, module.b)]
+
+    @property
     def rank(self) -> int:
         """The largest over all modules."""
         return max((module.rank for module in self.modules.values()), default=0)
@@ -128,6 +137,21 @@ def read_lora_file(path: str, convert_keys: ConvertKeys | None = None) -> LoraAd
     return _parse(path, read_safetensors(file), read_sidecar(file), convert_keys)
 
 
+@contextmanager
+def open_lora_file(
+    path: str, convert_keys: ConvertKeys | None = None
+) -> Iterator[tuple[LoraAdapter, SafetensorsFile]]:
+    """:func:`read_lora_file` that leaves A and B in the file, to be read and checked by its user.
+
+    They are tensors of ``SafetensorsFile.outline``; but those that ``convert_keys`` returned, which
+    may look at values, are read.
+    """
+    path = os.fspath(path)
+    with SafetensorsFile(resolve_adapter_path(path)) as file:
+        tensors = file.outline() if convert_keys is None else file.tensors()
+        yield _parse(path, tensors, read_sidecar(file.path), convert_keys), file
+
+
 def lora_adapter_from_tensors(
     tensors: Mapping[str, torch.Tensor],
     config: Mapping[str, object] | None,
@@ -144,7 +168,7 @@ def lora_adapter_from_tensors(
 def read_adapter_info(path: str, spec: LoraSpec) -> AdapterInfo:
     """What ``spec.check_adapter`` needs to know of an adapter, from its header and sidecar.
 
-    ``spec.convert_keys`` is given meta tensors.
+    ``spec.convert_keys`` is given meta tensors, but of those of one element.
 
     Raises:
         AdapterError: the file cannot be read, whatever the spec.
@@ -203,7 +227,8 @@ def _place(
         if misfit := _misfit(name, module, target, sum(widths)):
             misfits.append(misfit)
             continue
-        for i, rows in zip(slices, torch.split(module.b, widths), strict=True):
+        rows_of_slices = torch.split(module.b, widths) if len(widths) > 1 else [module.b]
+        for i, rows in zip(slices, rows_of_slices, strict=True):
             part = PlacedSlice(name, module.a, rows, module.scale)
             other = placed.setdefault((ref.target, ref.layer, i), part)
             if other is not part:
@@ -323,16 +348,17 @@ def _factors(
 def _alpha(
     parts: dict[str, str], tensors: Tensors, stated: float | None, problems: list[str]
 ) -> float | None:
-    """The module's own alpha tensor, else the sidecar's number. A meta tensor's is not known."""
+    """The module's own alpha tensor, else the sidecar's number."""
     if "alpha" not in parts:
         return None if stated is None else float(stated)
     tensor = tensors[parts["alpha"]]
-    if tensor.numel() != 1 or not (tensor.is_meta or is_alpha(tensor.item())):
+    value = float(tensor) if tensor.numel() == 1 else math.nan
+    if not is_alpha(value):
         problems.append(
             f"tensor {parts['alpha']!r} has shape {list(tensor.shape)} or no finite value; "
             "expected one finite number"
         )
-    return math.nan if tensor.is_meta or tensor.numel() != 1 else float(tensor)
+    return value
 
 
 def _not_finite(
@@ -341,6 +367,7 @@ def _not_finite(
     names = [
         name for module in modules for factor, name in groups[module].items() if factor != "alpha"
     ]
+    names = [name for name in names if not tensors[name].is_meta]
     finite = in_parallel(_is_finite, [tensors[name] for name in names])
     return [
         f"tensor {name!r} has a NaN or Inf: export the adapter anew without"
@@ -350,10 +377,9 @@ def _not_finite(
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """One pass and no temporaries: a NaN or Inf anywhere shows in the least or largest value."""
-    if tensor.is_meta:
-        return True
-    return all(math.isfinite(value.item()) for value in torch.aminmax(tensor))
+    """Whether no value of a CPU tensor is a NaN or Inf."""
+    dense = tensor.contiguous()
+    return _host.all_finite(dense.data_ptr(), DTYPE_CODES[dense.dtype], dense.numel())
 
 
 def _absent_targets(sidecar: PeftConfig, modules: Iterable[str]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import difflib
-import itertools
 import os
 import threading
 from collections import Counter
@@ -40,18 +39,19 @@ class AdapterInfo(NamedTuple):
     misfits: tuple[str, ...] = ()
 
 
-class Registration(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Registration:
     """One registration of an adapter's name with a spec, which tells one load from another.
+
+    It equals itself alone: the same name and path registered again are another registration.
 
     Attributes:
         digest: what the weights must digest to, where the deployment says so.
-        generation: which of its spec's registrations it is; 0 for an adapter declared with it.
     """
 
     name: str
     path: str
     digest: bytes | None
-    generation: int
 
 
 class LoraModuleRef(NamedTuple):
@@ -144,7 +144,8 @@ class LoraSpec(NodeResourceSpec):
         max_slots: adapters resident on the device at once, beside the zero adapter of base rows.
         max_rank: largest rank served.
         cpu_capacity: adapters kept pinned on the host.
-        adapters: the names requests ask for, to PEFT directories or safetensors paths.
+        adapters: the names requests ask for, to PEFT directories or safetensors paths. Changed by
+            ``add_adapter``, ``remove_adapter`` and ``apply_yaml_overrides`` alone.
         adapter_digests: expected digests of some of them (``identity.adapter_digest``).
         dtype: of the device weights; ``None``: the model's.
         backend: ``"native"`` the compiled kernels or an error, ``"torch"`` the plain definition,
@@ -173,10 +174,14 @@ class LoraSpec(NodeResourceSpec):
 
     def __post_init__(self) -> None:
         self._infos: dict[str, tuple[Registration, AdapterInfo]] = {}
-        self._generations: dict[str, int] = {}
-        self._next_generation = itertools.count(1)
         self._held: Counter[Registration] = Counter()
         self._lock = threading.Lock()
+        # What a name stands for; a registration that is served or held stands for itself.
+        self._registrations: dict[str | Registration, Registration] = {}
+        declared, digests = self.adapters, self.adapter_digests
+        self.adapters, self.adapter_digests = {}, {}
+        for name, path in declared.items():
+            self._register(name, path, digests.get(name))
         if self.backend not in ("auto", "torch", "native"):
             raise SpecError(f"backend is {self.backend!r}; use 'auto', 'torch' or 'native'")
         for key in ("num_layers", *SIZES):
@@ -210,20 +215,25 @@ class LoraSpec(NodeResourceSpec):
     def registration(self, adapter: str | Registration) -> Registration:
         """What a name stands for now, or the registration itself while it is served.
 
-        Registering a name again makes another registration, even for one path.
-
         Raises:
             UnknownAdapter: no adapter of that name is served, or the registration no longer is.
         """
-        if isinstance(adapter, Registration):
-            if not self.serves(adapter):
-                raise UnknownAdapter(
-                    f"the registration of {adapter.name!r} is neither served nor held any longer: "
-                    "hold it from admission to the request's last step"
-                )
-            return adapter
+        return self.registrations([adapter])[0]
+
+    def registrations(self, adapters: Iterable[str | Registration]) -> list[Registration]:
+        """:meth:`registration` of each of ``adapters``, all at one moment."""
         with self._lock:
-            return self._current(adapter)
+            try:
+                return list(map(self._registrations.__getitem__, adapters))
+            except KeyError as error:
+                (unknown,) = error.args
+                served = list(self.adapters)
+        if isinstance(unknown, Registration):
+            raise UnknownAdapter(
+                f"the registration of {unknown.name!r} is neither served nor held any longer: "
+                "hold it from admission to the request's last step"
+            )
+        raise UnknownAdapter(unknown_adapter_text(unknown, served))
 
     def hold(self, name: str) -> Registration:
         """What ``name`` stands for now, served until ``release`` whatever the name comes to mean.
@@ -245,24 +255,17 @@ class LoraSpec(NodeResourceSpec):
             self._held[registration] -= 1
             if self._held[registration] <= 0:
                 del self._held[registration]
+                if self._registrations.get(registration.name) is not registration:
+                    self._registrations.pop(registration, None)
 
     def serves(self, registration: Registration) -> bool:
         """Whether its name still stands for it or a request holds it."""
-        with self._lock:
-            name = registration.name
-            return registration in self._held or (
-                name in self.adapters and self._generations.get(name, 0) == registration.generation
-            )
+        return registration in self._registrations
 
     def _current(self, name: str) -> Registration:
-        if name not in self.adapters:
+        if name not in self._registrations:
             raise UnknownAdapter(unknown_adapter_text(name, self.adapters))
-        return Registration(
-            name,
-            self.adapters[name],
-            self.adapter_digests.get(name),
-            self._generations.get(name, 0),
-        )
+        return self._registrations[name]
 
     def adapter_info(self, name: str) -> AdapterInfo:
         """Rank, unmapped and misfitting modules of a configured adapter, read once and cached.
@@ -276,7 +279,7 @@ class LoraSpec(NodeResourceSpec):
         registration = self.registration(name)
         with self._lock:
             cached = self._infos.get(name)
-        if cached is not None and cached[0] == registration:
+        if cached is not None and cached[0] is registration:
             return cached[1]
         info = read_adapter_info(registration.path, self)
         with self._lock:
@@ -316,11 +319,7 @@ class LoraSpec(NodeResourceSpec):
     def add_adapter(self, name: str, path: str, digest: bytes | None = None) -> Registration:
         """Serve ``name`` from ``path``, whose weights digest to ``digest``, from now on."""
         with self._lock:
-            self._forget(name)
-            self._register(name, path)
-            if digest is not None:
-                self.adapter_digests[name] = digest
-            return self._current(name)
+            return self._register(name, path, digest)
 
     def remove_adapter(self, name: str) -> None:
         """Stop serving ``name``.
@@ -329,16 +328,23 @@ class LoraSpec(NodeResourceSpec):
             UnknownAdapter: it is not served.
         """
         with self._lock:
-            if name not in self.adapters:
-                raise UnknownAdapter(unknown_adapter_text(name, self.adapters))
+            self._current(name)
             self._forget(name)
 
-    def _register(self, name: str, path: str) -> None:
+    def _register(self, name: str, path: str, digest: bytes | None) -> Registration:
+        self._forget(name)
+        registration = Registration(name, path, digest)
+        self._registrations[name] = self._registrations[registration] = registration
         self.adapters[name] = path
-        self._generations[name] = next(self._next_generation)
+        if digest is not None:
+            self.adapter_digests[name] = digest
+        return registration
 
     def _forget(self, name: str) -> None:
-        for table in (self.adapters, self.adapter_digests, self._infos, self._generations):
+        registration = self._registrations.pop(name, None)
+        if registration is not None and registration not in self._held:
+            del self._registrations[registration]
+        for table in (self.adapters, self.adapter_digests, self._infos):
             table.pop(name, None)
 
     def stop_ignoring(self, modules: Callable[[str], bool]) -> None:
@@ -382,14 +388,15 @@ class LoraSpec(NodeResourceSpec):
 
         for key in SIZES:
             setattr(self, key, given.get(key, getattr(self, key)))
+        digests = {name: bytes.fromhex(text) for name, text in (adapter_digests or {}).items()}
         with self._lock:
-            if adapters is not None:
+            if adapters is None:
+                adapters = {name: self.adapters[name] for name in digests}
+            else:
                 for name in list(self.adapters):
                     self._forget(name)
-                for name, path in adapters.items():
-                    self._register(name, path)
-            for name, text in (adapter_digests or {}).items():
-                self.adapter_digests[name] = bytes.fromhex(text)
+            for name, path in adapters.items():
+                self._register(name, path, digests.get(name))
         if targets is not None:
             dropped = frozenset(self.targets) - frozenset(targets)
             self.dropped_targets |= dropped

@@ -8,12 +8,14 @@ from inspect import signature
 from typing import Any, NamedTuple, cast
 
 import torch
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .checkpoint import drop_base_copies
 from .config import LoraStep, Segment
 from .modules import ModuleLoraMap, module_lora_spec
 from .pool import LoraPool
+from .runtime import LoraRuntime
 
 
 class Row(NamedTuple):
@@ -113,12 +115,18 @@ def run(args: argparse.Namespace) -> int:
         model.eval(),
         adapters=dict(args.adapter),
         max_slots=max(1, len(args.adapter)),
+        cpu_capacity=max(1, len(args.adapter)),
         convert_keys=drop_base_copies(model.state_dict()),
     )
-    infos = {name: spec.adapter_info(name) for name in spec.adapters}
-    spec.max_rank = max((info.rank for info in infos.values()), default=1)
-    for name, info in infos.items():
-        spec.check_adapter(name, info)
+    ranks = [spec.adapter_info(name).rank for name in spec.adapters]
+    spec.max_rank = max([1, *ranks])
+    with tqdm(desc="load", unit="adapter", total=len(ranks)) as bar:
+        runtime = LoraRuntime.build(
+            [spec],
+            progress=lambda *_: bar.update(),
+            device=args.device,
+            dtype=model.dtype,
+        )
 
     rows = [
         Row(name if name in spec.adapters else None, tokenizer(text).input_ids)
@@ -126,10 +134,10 @@ def run(args: argparse.Namespace) -> int:
     ]
     end = model.generation_config.eos_token_id
     ends = {end} if isinstance(end, int) else set(end or ())
-    pool = LoraPool.build(spec, device=args.device, dtype=model.dtype)
+    pool = runtime.pools[spec.resource_key]
     with cast(ModuleLoraMap, spec.module_map).bind(model, pool):
         tokens = greedy(model, pool, rows, args.max_new_tokens, ends).tokens.tolist()
-    pool.close()
+    runtime.close()
     for row, new in zip(rows, tokens, strict=True):
         text = tokenizer.decode([*row.prompt, *until(new, ends)], skip_special_tokens=True)
         print(f"[{row.adapter or 'base'}] {text}")

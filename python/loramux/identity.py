@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -34,16 +34,28 @@ def adapter_digest(adapter: LoraAdapter) -> bytes:
     Returns:
         32 bytes.
     """
-    modules = sorted(adapter.modules.items())
-    factors = [factor for _, module in modules for factor in (module.a, module.b)]
-    digests = iter(in_parallel(_tensor_digest, factors))
+    return joined_digest(adapter, in_parallel(tensor_digest, adapter.factors))
+
+
+def joined_digest(adapter: LoraAdapter, factor_digests: Iterable[bytes]) -> bytes:
+    """``adapter_digest`` from the ``tensor_digest`` of each of ``adapter.factors``."""
+    digests = iter(factor_digests)
     total = hashlib.sha256(_DIGEST_DOMAIN)
-    for name, module in modules:
+    for name, module in sorted(adapter.modules.items()):
         encoded = name.encode()
         total.update(struct.pack("<q", len(encoded)) + encoded)
         total.update(struct.pack("<d??", module.alpha, module.rslora, module.embedding))
         total.update(next(digests) + next(digests))
     return total.digest()
+
+
+def tensor_digest(tensor: torch.Tensor, memory: memoryview | None = None) -> bytes:
+    """SHA-256 of a tensor's dtype, shape and values, which ``memory`` has for a meta tensor."""
+    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\0".encode())
+    if memory is None:
+        memory = tensor_memory(tensor.detach().cpu().contiguous())
+    digest.update(memory)
+    return digest.digest()
 
 
 def adapter_prefix_root(digest: bytes | None) -> bytes:
@@ -153,10 +165,3 @@ def _root(digest: bytes) -> bytes:
     if not isinstance(digest, bytes) or len(digest) != 32:
         raise ValueError(f"an adapter's digest is 32 bytes, got {digest!r}")
     return hashlib.sha256(_ROOT_DOMAIN + digest).digest()
-
-
-def _tensor_digest(tensor: torch.Tensor) -> bytes:
-    head = f"{tensor.dtype} {list(tensor.shape)}\0".encode()
-    digest = hashlib.sha256(head)
-    digest.update(tensor_memory(tensor.detach().cpu().contiguous()))
-    return digest.digest()

@@ -96,26 +96,32 @@ class StepPlan:
             PlanMismatch: more rows than ``max_rows``, or a slot outside the table. The buffer keeps
                 the previous plan.
         """
-        total = sum(rows)
-        if total > self.max_rows:
+        try:
+            segments = _host.Segments(slots, rows, scales)
+        except ValueError as error:
+            raise PlanMismatch(str(error)) from None
+        self.write(segments)
+
+    def write(self, segments: _host.Segments) -> None:
+        """:meth:`update` of segments that were read before."""
+        if segments.rows > self.max_rows:
             raise PlanMismatch(
-                f"the step has {total} rows, the plan holds {self.max_rows}: make a larger plan"
+                f"the step has {segments.rows} rows, the plan holds {self.max_rows}: "
+                "make a larger plan"
             )
         target = self.buffer
         if self._pinned:
             target, copied = self._pinned[self._turn]
             copied.synchronize()
         try:
-            tiles = self._planner.plan(
-                slots, rows, scales, self.num_slots, target.data_ptr(), target.numel()
-            )
+            tiles = self._planner.plan(segments, self.num_slots, target.data_ptr(), target.numel())
         except ValueError as error:
             raise PlanMismatch(str(error)) from None
         if self._pinned:
             self.buffer.copy_(target, non_blocking=True)
             copied.record()
             self._turn = (self._turn + 1) % _BUFFERS
-        self.rows = total
+        self.rows = segments.rows
         self.base_only = tiles == 0
 
     def tiles(self) -> list[PlanTile]:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import compress, repeat
+from itertools import compress
 from typing import Any
 
 import torch
@@ -196,25 +196,17 @@ class LoraPool(Resource):
                 more rows than ``max_rows``.
             In each case the pool is as it was.
         """
-        segments = step.segments or ()
-        adapters, lengths, scales = zip(*segments, strict=True) if segments else ((), (), ())
-        rows = {grouping: self._rows(lengths, grouping) for grouping in self._plans}
-        names = dict.fromkeys(compress(adapters, lengths))
-        names.pop(None, None)
-        leased = self._acquire([self.spec.registration(name) for name in names])
+        segments, rows = self._read(step)
+        leased = self._acquire(self.spec.registrations(segments.adapters))
         lease = LoraLease(self, leased, base_only=not leased)
-        index_of = {name: slot.index for name, slot in zip(names, leased, strict=True)}
-        slots = list(map(index_of.get, adapters, repeat(0)))
+        slots = [slot.index for slot in leased]
         try:
             self._set_current(None)  # its plans are about to be overwritten
             for grouping, plan in self._plans.items():
-                if (total := sum(rows[grouping])) > plan.max_rows:
+                if (total := rows[grouping]) > plan.max_rows:
                     plan.reserve(1 << (total - 1).bit_length())
-                plan.update(slots, rows[grouping], scales)
-            if self._copy_stream is not None:
-                for slot in leased:
-                    if slot.ready is not None:
-                        torch.cuda.current_stream(self.device).wait_event(slot.ready)
+                plan.write(segments.grouped(grouping, slots))
+            self._wait_for_images(leased)
         except BaseException:
             lease.release()
             raise
@@ -264,23 +256,30 @@ class LoraPool(Resource):
         self._slots.clear()
         self.current, self.active = None, False
 
-    def _rows(self, lengths: Sequence[int], grouping: int) -> Sequence[int]:
-        """Rows that a linear of a row grouping sees of each segment."""
-        for length in lengths if grouping > 1 or min(lengths, default=0) < 0 else ():
-            if length < 0 or length % grouping:
-                raise PlanMismatch(
-                    f"a segment of {length} tokens has no whole rows of {grouping or 1} tokens"
-                )
-        if grouping == 0:
-            lengths = [1 if length else 0 for length in lengths]
-        elif grouping > 1:
-            lengths = [length // grouping for length in lengths]
-        if self._fixed_rows is not None and sum(lengths) > self._fixed_rows:
+    def _read(self, step: LoraStep) -> tuple[_host.Step, dict[int, int]]:
+        """A step's segments, and the rows that a linear of each row grouping sees of them."""
+        try:
+            segments = _host.Step(step.segments or ())
+            rows = {grouping: segments.rows(grouping) for grouping in self._plans}
+        except ValueError as error:
+            raise PlanMismatch(str(error)) from None
+        most = max(rows.values(), default=0)
+        if self._fixed_rows is not None and most > self._fixed_rows:
             raise PlanMismatch(
-                f"the step has {sum(lengths)} rows, the pool's max_rows is {self._fixed_rows}: "
+                f"the step has {most} rows, the pool's max_rows is {self._fixed_rows}: "
                 "split the step or build the pool with more"
             )
-        return lengths
+        return segments, rows
+
+    def _wait_for_images(self, slots: Iterable[_Slot]) -> None:
+        """Let the current stream wait for what is still being copied to leased slots."""
+        for slot in slots:
+            if slot.ready is None:
+                continue
+            if slot.ready.query():
+                slot.ready = None  # later steps need not ask
+            else:
+                torch.cuda.current_stream(self.device).wait_event(slot.ready)
 
     def _set_current(self, lease: LoraLease | None) -> None:
         with self._lock:

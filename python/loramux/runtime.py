@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .config import LoraReqConfig, LoraSpec, Registration, Segment, unknown_adapter_text
@@ -74,6 +74,7 @@ class LoraRuntime:
     Args:
         pools: one per spec. The adapters configured in their specs are read and checked; of one
             whose digest is configured, only the header.
+        progress: called after each of them with how many are done and how many there are.
 
     Attributes:
         pools: by resource key.
@@ -85,7 +86,9 @@ class LoraRuntime:
         SpecError: two pools of one resource key.
     """
 
-    def __init__(self, pools: Iterable[LoraPool]) -> None:
+    def __init__(
+        self, pools: Iterable[LoraPool], progress: Callable[[int, int], None] | None = None
+    ) -> None:
         self.pools: dict[str, LoraPool] = {}
         for pool in pools:
             if self.pools.setdefault(pool.spec.resource_key, pool) is not pool:
@@ -94,13 +97,22 @@ class LoraRuntime:
         self._served: dict[str, ServedAdapter] = {}
         self._changing = threading.Lock()  # one load or unload at a time
         self._lock = threading.Lock()  # what admission reads; never held while a file is read
-        for name in dict.fromkeys(name for pool in self._pools for name in pool.spec.adapters):
+        names = dict.fromkeys(name for pool in self._pools for name in pool.spec.adapters)
+        for done, name in enumerate(names, 1):
             self._serve_configured(name)
+            if progress is not None:
+                progress(done, len(names))
 
     @classmethod
-    def build(cls, specs: Iterable[LoraSpec], **placement: Any) -> LoraRuntime:
+    def build(
+        cls,
+        specs: Iterable[LoraSpec],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        **placement: Any,
+    ) -> LoraRuntime:
         """Build a pool for every spec; ``placement`` as ``LoraPool`` takes it."""
-        return cls(LoraPool.build(spec, **placement) for spec in specs)
+        return cls((LoraPool.build(spec, **placement) for spec in specs), progress)
 
     def admit(self, request: LoraReqConfig) -> AdapterHold:
         """Admit a request: hold its adapter's weights until ``release``.

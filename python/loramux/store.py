@@ -13,11 +13,10 @@ Every block starts on 128 bytes.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,14 +24,20 @@ from typing import NamedTuple
 import torch
 
 from . import _host
-from .checkpoint import LoraAdapter, PlacedSlice, place_modules, read_lora_file
+from .adapter_files import SafetensorsFile, in_parallel, tensor_memory
+from .checkpoint import (
+    DTYPE_CODES,
+    LoraAdapter,
+    PlacedSlice,
+    open_lora_file,
+    place_modules,
+)
 from .config import LoraSpec, Registration
 from .errors import AdapterError
-from .identity import adapter_digest
+from .identity import joined_digest, tensor_digest
 from .site import table_row
 from .target import LoraTarget
 
-_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType of csrc/lora.h
 _FAULTS = {1: "a NaN or Inf", 2: "a value too large for the pool's dtype"}
 
 
@@ -100,7 +105,8 @@ class LoraImage:
         data: uint8 ``[bytes]``, pinned where the pool is on a CUDA device.
         entries: per table entry ``(A offset, B offset, rank, scale)``, offsets in 128 bytes from
             the image's start.
-        digest: ``identity.adapter_digest`` of the adapter that was packed.
+        digest: ``identity.adapter_digest`` of the adapter that was packed; empty where none was
+            asked for.
     """
 
     data: torch.Tensor
@@ -113,82 +119,163 @@ class LoraImage:
 
 
 class _Block(NamedTuple):
-    """One matrix of an image (``Block`` of csrc/host/pack.h), and whose it is."""
+    """One matrix of an image, and where it comes from."""
 
-    module: str
-    source: torch.Tensor
+    name: str  # "A of module 'q'"
+    factor: torch.Tensor
+    part: torch.Tensor  # this rank's rows and columns of it, a view
+    turned: bool  # the block is the part's transpose
     shape: tuple[int, int]  # padded
     offset: int  # bytes from the image's start
 
-    def packed(self) -> tuple[int, ...]:
-        return (
-            self.source.data_ptr(),
-            _DTYPE_CODES[self.source.dtype],
-            *self.source.shape,
-            *self.source.stride(),
-            *self.shape,
-            self.offset,
-        )
+
+class _Piece(NamedTuple):
+    """What a thread fetches, checks and packs at once."""
+
+    name: str
+    source: torch.Tensor  # a factor, or this rank's part of one
+    blocks: list[_Block]  # what is made of it
 
 
-def pack_image(adapter: LoraAdapter, layout: SlotLayout, *, pin: bool = False) -> LoraImage:
-    """Check, shard and pack an adapter.
+def pack_image(
+    adapter: LoraAdapter,
+    layout: SlotLayout,
+    file: SafetensorsFile | None = None,
+    *,
+    pin: bool = False,
+    digest: bool = True,
+) -> LoraImage:
+    """Check, shard and pack an adapter: each of its tensors in one pass, while it is in cache.
+
+    Args:
+        file: what the adapter's meta tensors are read from (``checkpoint.open_lora_file``).
+        digest: take the adapter's digest. Without, only this rank's parts are read and checked.
 
     Raises:
-        AdapterError: the spec cannot serve it, or a value is not finite in the layout's dtype.
+        AdapterError: the spec cannot serve it, the file cannot be read, or a value is not finite in
+            the layout's dtype.
     """
+    blocks, entries, size = _lay_out(adapter, layout)
+    pieces = _pieces(adapter, blocks, whole=digest)
+    image = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+    scratch = _Scratch(max((p.source.nbytes for p in pieces if p.source.is_meta), default=0))
+
+    def pack(piece: _Piece) -> tuple[str | None, bytes]:
+        source = piece.source
+        if file is not None and source.is_meta:
+            address, memory = scratch.address, file.read(source, scratch.memory)
+        else:
+            address, memory = source.data_ptr(), None
+        problem = _pack_piece(piece, address, image, layout.dtype)
+        return problem, tensor_digest(source, memory) if digest else b""
+
+    problems, digests = zip(*in_parallel(pack, pieces), strict=True) if pieces else ((), ())
+    if found := [problem for problem in problems if problem is not None]:
+        raise AdapterError(adapter.path, found)
+    return LoraImage(image, entries, joined_digest(adapter, digests) if digest else b"")
+
+
+class _Scratch(threading.local):
+    """Memory of each thread's own, for one tensor after another: it stays in cache."""
+
+    def __init__(self, size: int) -> None:
+        data = torch.empty(size, dtype=torch.uint8)
+        self.address, self.memory = data.data_ptr(), tensor_memory(data)
+
+
+def _lay_out(
+    adapter: LoraAdapter, layout: SlotLayout
+) -> tuple[list[_Block], list[tuple[int, int, int, float]], int]:
+    """The blocks and table entries of an adapter's image, and the image's size in bytes."""
     placed = place_modules(adapter, layout.spec)
     blocks: list[_Block] = []
     entries: list[tuple[int, int, int, float]] = []
     end = 0
     for site in layout.sites:
         parts = [placed.get((site.target, site.layer, i)) for i in range(site.local.num_slices)]
+        ranks = [padded_rank(part.a.shape[0]) if part else 0 for part in parts]
         offsets = []
-        ranks = [padded_rank(len(part.a)) if part else 0 for part in parts]
-        for part, source, shape in zip(
-            parts * 2,
-            _sources(parts, site, layout),
-            block_shapes(site.local, ranks),
-            strict=True,
+        for source, shape in zip(
+            _sources(adapter, parts, site, layout), block_shapes(site.local, ranks), strict=True
         ):
             offsets.append(end // _host.BLOCK_ALIGN)
-            if part is not None and source is not None:
-                blocks.append(_Block(part.module, source, shape, end))
+            if source is not None:
+                blocks.append(_Block(*source, shape, end))
                 end += layout.block_bytes(shape)
         for i, part in enumerate(parts):
             scale = part.scale if part else 0.0
             entries.append((offsets[i], offsets[len(parts) + i], ranks[i], scale))
-    data = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
-    fault, block, index = _host.pack(
-        data.data_ptr(),
-        end,
-        _DTYPE_CODES[layout.dtype],
-        [block.packed() for block in blocks],
-        os.cpu_count() or 1,
-    )
-    if fault:
-        raise AdapterError(
-            adapter.path,
-            [
-                f"module {blocks[block].module!r} has {_FAULTS[fault]} ({layout.dtype}) at element "
-                f"{index} of this rank's part: re-save it without, or serve it in float32"
-            ],
-        )
-    return LoraImage(data, entries, adapter_digest(adapter))
+    return blocks, entries, end
 
 
 def _sources(
-    parts: list[PlacedSlice | None], site: LocalSite, layout: SlotLayout
-) -> list[torch.Tensor | None]:
-    """This rank's matrices of a site in image order: A of each slice, then B of each."""
-    pairs = [
-        site.declared.shard_pair(i, part.a, part.b, layout.rank, layout.world_size)
-        if part
-        else (None, None)
-        for i, part in enumerate(parts)
+    adapter: LoraAdapter, parts: list[PlacedSlice | None], site: LocalSite, layout: SlotLayout
+) -> list[tuple[str, torch.Tensor, torch.Tensor, bool] | None]:
+    """The first fields of a site's blocks in image order: A of each slice, then B of each."""
+    a_sources: list[tuple[str, torch.Tensor, torch.Tensor, bool] | None] = []
+    b_sources = a_sources.copy()
+    for i, part in enumerate(parts):
+        if part is None:
+            a_sources.append(None)
+            b_sources.append(None)
+            continue
+        a, b = site.declared.shard_views(i, part.a, part.b, layout.rank, layout.world_size)
+        module = adapter.modules[part.module]
+        turned = site.local.kind == "embedding"
+        a_sources.append((f"A of module {part.module!r}", module.a, a, turned))
+        b_sources.append((f"B of module {part.module!r}", module.b, b, False))
+    return a_sources + b_sources
+
+
+def _pieces(adapter: LoraAdapter, blocks: Iterable[_Block], whole: bool) -> list[_Piece]:
+    """The part of each block alone, or every whole factor of an adapter in the digest's order."""
+    if not whole:
+        return [_Piece(block.name, block.part, [block]) for block in blocks]
+    made_of = defaultdict(list)
+    for block in blocks:
+        made_of[id(block.factor)].append(block)
+    return [
+        _Piece(f"{letter} of module {name!r}", factor, made_of[id(factor)])
+        for name, module in sorted(adapter.modules.items())
+        for letter, factor in (("A", module.a), ("B", module.b))
     ]
-    embedding = site.local.kind == "embedding"
-    return [a.T if embedding and a is not None else a for a, _ in pairs] + [b for _, b in pairs]
+
+
+def _pack_piece(piece: _Piece, address: int, image: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """Pack the blocks made of a piece, whose source lies at ``address``.
+
+    Returns:
+        What is wrong with it. All of a source that was read is checked, packed or not.
+    """
+    source = piece.source
+    for block in piece.blocks:
+        part = block.part
+        start = int(part.storage_offset() - source.storage_offset()) * source.dtype.itemsize
+        rows, columns = part.shape
+        row_stride, column_stride = part.stride()
+        if part is source and source.is_meta:  # it was read alone, without the columns beside it
+            row_stride = columns
+        shape, strides = (rows, columns), (row_stride, column_stride)
+        fault, index = _host.pack(
+            image.data_ptr(),
+            image.numel(),
+            DTYPE_CODES[dtype],
+            address + start,
+            DTYPE_CODES[source.dtype],
+            shape[::-1] if block.turned else shape,
+            strides[::-1] if block.turned else strides,
+            block.shape,
+            block.offset,
+        )
+        if fault:
+            return (
+                f"{piece.name} has {_FAULTS[fault]} ({dtype}) at element {index} of "
+                "this rank's part: re-save it without, or serve it in float32"
+            )
+    unseen = source.is_meta and all(b.part.numel() < source.numel() for b in piece.blocks)
+    if unseen and not _host.all_finite(address, DTYPE_CODES[source.dtype], source.numel()):
+        return f"{piece.name} has {_FAULTS[1]}: re-save it without"
+    return None
 
 
 class LoraStore:
@@ -235,15 +322,18 @@ class LoraStore:
         loading.set_result(image)
         return image
 
-    def read(self, path: str) -> LoraImage:
+    def read(self, path: str, *, digest: bool = True) -> LoraImage:
         """The image of the adapter at ``path``, read and packed but not kept.
+
+        Args:
+            digest: as for :func:`pack_image`.
 
         Raises:
             AdapterError: the file cannot be served.
         """
         started = time.perf_counter()
-        adapter = read_lora_file(path, self._layout.spec.convert_keys)
-        image = pack_image(adapter, self._layout, pin=self._pin)
+        with open_lora_file(path, self._layout.spec.convert_keys) as (adapter, file):
+            image = pack_image(adapter, self._layout, file, pin=self._pin, digest=digest)
         with self._lock:
             self.load_seconds += time.perf_counter() - started
         return image
@@ -270,8 +360,10 @@ class LoraStore:
             return [registration.name for registration in self._images]
 
     def _load(self, registration: Registration) -> LoraImage:
+        if registration.digest is None:
+            return self.read(registration.path, digest=False)
         image = self.read(registration.path)
-        if registration.digest is not None and registration.digest != image.digest:
+        if registration.digest != image.digest:
             raise AdapterError(
                 registration.name,
                 [

@@ -158,11 +158,17 @@ class LoraTarget:
 
         The results are views of the inputs, except where alignment rows are added to ``b``.
         """
+        a, b = self.shard_views(slice_idx, a, b, rank, world_size)
+        padding = self.local_width(slice_idx, world_size) - len(b)
+        return a, F.pad(b, (0, 0, 0, padding)) if padding else b
+
+    def shard_views(
+        self, slice_idx: int, a: torch.Tensor, b: torch.Tensor, rank: int, world_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`shard_pair` without alignment rows: always views."""
         col, cols = self.input_cols(rank, world_size)
         row, rows = self.slice_rows(slice_idx, rank, world_size)
-        local_b = b[row : row + rows]
-        padding = self.local_width(slice_idx, world_size) - rows
-        return a[:, col : col + cols], F.pad(local_b, (0, 0, 0, padding)) if padding else local_b
+        return a[:, col : col + cols], b[row : row + rows]
 
     def slice_index(self, shard_id: ShardId) -> int:
         """Which slice a checkpoint module lands on, from its stacked-shard id.

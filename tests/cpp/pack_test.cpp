@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <vector>
 
@@ -51,51 +52,38 @@ const std::byte* bytes_of(const std::vector<float>& values) {
   return reinterpret_cast<const std::byte*>(values.data());
 }
 
-TEST(Pack, LaysBlocksOutWithZerosAroundThem) {
+TEST(Pack, LaysABlockOutWithZerosUpToTheNext) {
   const std::vector<float> a = {1, 2, 3, 4, 5, 6};
-  const std::vector<Block> blocks = {
-      {bytes_of(a), DType::f32, 2, 3, 3, 1, 3, 4, 4},   // rows and columns padded
-      {bytes_of(a), DType::f32, 3, 2, 1, 3, 3, 2, 56},  // the transpose of a 2 x 3 matrix
-      {nullptr, DType::f32, 2, 2, 2, 1, 2, 2, 80},
+  std::vector<float> image(96, -1.0f), want = image;
+  const auto pack_block = [&](const Block& block) {
+    return pack(block, reinterpret_cast<std::byte*>(image.data()), DType::f32);
   };
-  std::vector<float> image(25, -1.0f);
-  const PackResult result = pack(reinterpret_cast<std::byte*>(image.data()), 100, DType::f32, blocks, 1);
-  EXPECT_EQ(result.fault, PackFault::none);
-  EXPECT_EQ(image,
-            (std::vector<float>{0, 1, 2, 3, 0, 4, 5, 6, 0, 0, 0, 0, 0,  // 12 elements after a gap of one
-                                0, 1, 4, 2, 5, 3, 6,                    // 6 after a gap of one
-                                0, 0, 0, 0, 0}));
+  std::fill(want.begin() + 32, want.begin() + 64, 0.0f);
+  for (int i : {0, 1, 2}) {
+    want[32 + i] = a[i];
+    want[36 + i] = a[3 + i];
+  }
+  EXPECT_EQ(pack_block({bytes_of(a), DType::f32, 2, 3, 3, 1, 3, 4, 128}).fault, PackFault::none);
+  EXPECT_EQ(image, want) << "rows and columns padded";
+
+  std::fill(want.begin() + 64, want.end(), 0.0f);
+  const float transposed[] = {1, 4, 2, 5, 3, 6};
+  std::copy(std::begin(transposed), std::end(transposed), want.begin() + 64);
+  EXPECT_EQ(pack_block({bytes_of(a), DType::f32, 3, 2, 1, 3, 3, 2, 256}).fault, PackFault::none);
+  EXPECT_EQ(image, want) << "the transpose of a 2 x 3 matrix";
 }
 
-TEST(Pack, ThreadsChangeNeitherTheImageNorTheFaultFound) {
-  const int64_t rows = 1000, cols = 4001, block_bytes = rows * cols * 2;
-  std::vector<float> plain(rows * cols);
-  for (size_t i = 0; i < plain.size(); ++i) plain[i] = static_cast<float>(i % 251);
-  std::vector<float> faulty = plain;
-  const std::vector<Block> blocks = {
-      {bytes_of(plain), DType::f32, rows, cols, cols, 1, rows, cols, 0},
-      {bytes_of(faulty), DType::f32, rows, cols, 1, rows, rows, cols, block_bytes},
-      {bytes_of(faulty), DType::f32, rows, cols, cols, 1, rows, cols, 2 * block_bytes},
-  };
-  const auto pack_with = [&](int threads, PackResult* result) {
-    std::vector<std::byte> image(3 * block_bytes);
-    *result = pack(image.data(), 3 * block_bytes, DType::bf16, blocks, threads);
-    return image;
-  };
-  PackResult one, five;
-  EXPECT_EQ(pack_with(1, &one), pack_with(5, &five));
-  EXPECT_EQ(five.fault, PackFault::none);
-
+TEST(Pack, FindsTheFirstFaultInTheOrderOfTheBlock) {
+  const int64_t rows = 100, cols = 401;
+  std::vector<float> values(rows * cols, 1.0f);
   // In the transposed block, row 3 comes before row 20, whose element lies first in memory.
-  faulty[7 * rows + 3] = std::numeric_limits<float>::max();
-  faulty[20] = NAN;
-  for (int threads : {1, 2, 5}) {
-    PackResult result;
-    pack_with(threads, &result);
-    EXPECT_EQ(result.fault, PackFault::overflow);
-    EXPECT_EQ(result.block, 1);
-    EXPECT_EQ(result.index, 3 * cols + 7);
-  }
+  values[7 * rows + 3] = std::numeric_limits<float>::max();
+  values[20] = NAN;
+  std::vector<std::byte> image(rows * cols * 2 + kBlockAlign);
+  const PackResult result =
+      pack({bytes_of(values), DType::f32, rows, cols, 1, rows, rows, cols, 0}, image.data(), DType::bf16);
+  EXPECT_EQ(result.fault, PackFault::overflow);
+  EXPECT_EQ(result.index, 3 * cols + 7);
 }
 
 }  // namespace
