@@ -10,7 +10,7 @@ BENCHMARKS = {
     "calls": "a call's cost in pools of many slots, and its host time",
     "cpu": "CPU kernels beside grouped and gathered torch, over the decode grid",
     "kernels": "CUDA kernels over the decode and prefill grids, beside the recorded peers",
-    "residency": "host cost of a step and of a load",
+    "residency": "host cost of a step and of a load; on CUDA also of swapping adapters",
 }
 
 

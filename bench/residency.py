@@ -1,5 +1,7 @@
 """What residency costs the host: a step whose adapters are all resident, its plan, and one load.
 
+On a CUDA device also what swapping adapters costs (``swaps.py``).
+
 ``load_ratio`` compares what the store does with a file (read, validate, convert, pack, digest) with
 the least that any loader must do: read the same bytes, in parallel, and hash them. The two take
 turns on one file in the page cache, each into memory of its own. A third turn leaves the digest
@@ -13,7 +15,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -36,6 +38,7 @@ from loramux.convert import write_peft
 from loramux.store import LoraStore, SlotLayout
 
 from .common import write_results
+from .swaps import swap_rows
 
 ADAPTERS, SEGMENTS = 64, 256
 LAYERS, RANK = 32, 16
@@ -57,21 +60,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default=device, help="of the pool's slots")
     parser.add_argument("--turns", type=int, default=1000, help="of each figure but load_ratio")
     parser.add_argument("--loads", type=int, default=11, help="turns of load_ratio")
+    parser.add_argument("--swaps", type=int, default=25, help="turns of swap_ratio")
 
 
 def run(options: argparse.Namespace) -> None:
     print(f"{os.cpu_count()} cores, device {options.device}; medians")
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        rows = [
-            *begin_step_rows(Path(folder), options.device, options.turns),
-            planner_row("planner_us_256x64", SEGMENTS, 1, options.turns),
-            planner_row("planner_us_64x128", ADAPTERS, 128, options.turns),
-            load_row(Path(folder), options.device == "cuda", options.loads),
-        ]
-    for row in rows:
-        figure, value, *about = row.items()
-        print(f"{figure[1]:20} {value[1]:8.2f}  {', '.join(f'{k} {v}' for k, v in about)}")
+        for row in _rows(Path(folder), options):
+            rows.append(row)
+            figure, value, *about = row.items()
+            line = f"{figure[1]:20} {value[1]:8.2f}  {', '.join(f'{k} {v}' for k, v in about)}"
+            print(line, flush=True)
     write_results(options.json, rows)
+
+
+def _rows(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    on_cuda = options.device == "cuda"
+    yield from begin_step_rows(folder, options.device, options.turns)
+    yield planner_row("planner_us_256x64", SEGMENTS, 1, options.turns)
+    yield planner_row("planner_us_64x128", ADAPTERS, 128, options.turns)
+    yield load_row(folder, on_cuda, options.loads)
+    if on_cuda:
+        yield from swap_rows(str(folder / "large"), LAYERS, options.swaps)
 
 
 def begin_step_rows(folder: Path, device: str, turns: int) -> list[dict[str, Any]]:

@@ -42,6 +42,7 @@ SPEC_FIELDS = [
     "convert_keys",
     "ignored_modules",
     "dropped_targets",
+    "arena_bytes",
 ]
 TARGET_FIELDS = [
     "in_features",
@@ -72,7 +73,16 @@ SIGNATURES = [
     (LoraSpec.stop_ignoring, ["self", "modules"]),
     (
         LoraSpec.apply_yaml_overrides,
-        ["self", "max_slots", "max_rank", "cpu_capacity", "adapters", "adapter_digests", "targets"],
+        [
+            "self",
+            "max_slots",
+            "max_rank",
+            "cpu_capacity",
+            "adapters",
+            "adapter_digests",
+            "targets",
+            "arena_bytes",
+        ],
     ),
     (LoraTarget.input_cols, ["self", "rank", "world_size"]),
     (LoraTarget.local_width, ["self", "slice_idx", "world_size"]),
@@ -113,7 +123,8 @@ def test_documented_defaults():
     assert (spec.max_slots, spec.max_rank, spec.cpu_capacity, spec.backend) == (4, 16, 16, "auto")
     assert spec.num_slots == 5
     assert (spec.adapters, spec.adapter_digests, spec.dropped_targets) == ({}, {}, frozenset())
-    assert all(getattr(spec, name) is None for name in ("dtype", "convert_keys", "ignored_modules"))
+    unset = ("dtype", "convert_keys", "ignored_modules", "arena_bytes")
+    assert all(getattr(spec, name) is None for name in unset)
     target = {f.name: f.default for f in dataclasses.fields(LoraTarget)}
     assert target["parallel"] == "column"
     assert (target["kind"], target["per_segment"], target["token_fold"]) == ("linear", False, 1)
@@ -184,8 +195,10 @@ class TestOverrides:
             adapters={"new": "n"},
             adapter_digests={"new": "ab" * 32},
             targets=["q_proj", "of_another_spec"],
+            arena_bytes=4096,
         )
         assert (spec.max_slots, spec.max_rank, spec.cpu_capacity) == (2, 64, 9)
+        assert spec.arena_bytes == 4096
         assert spec.adapters == {"new": "n"}
         assert spec.adapter_digests == {"new": bytes.fromhex("ab" * 32)}
         assert set(spec.targets) == {"q_proj"}
@@ -197,6 +210,7 @@ class TestOverrides:
             dict(max_slots=0),
             dict(max_rank=True),
             dict(cpu_capacity="8"),
+            dict(arena_bytes="8G"),
             dict(adapters=["a"]),
             dict(adapter_digests={"a": "ab"}),
             dict(adapter_digests={"stranger": "ab" * 32}),
@@ -292,6 +306,8 @@ def test_a_segment_has_a_scale_of_one():
 def test_spec_sizes_and_layers_are_checked():
     with pytest.raises(SpecError, match="max_slots must be a positive integer, got 0"):
         make_spec(max_slots=0)
+    with pytest.raises(SpecError, match="arena_bytes must be a positive integer, got -1"):
+        make_spec(arena_bytes=-1)
     with pytest.raises(SpecError, match="backend is 'triton'"):
         make_spec(backend="triton")
     with pytest.raises(SpecError, match=r"target 'q' has layers \[2\] of 2"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -311,6 +312,33 @@ def test_a_bound_model_compiles_to_one_graph_whenever_it_is_bound(tmp_path):
     binding.close()
     with pool.begin_step(step("a", None)):
         torch.testing.assert_close(last_logits(compiled, ids), base)
+
+
+@pytest.mark.parametrize("compiled", [None, dict(fullgraph=False), dict(fullgraph=True)])
+def test_modules_of_a_layerwise_step_wait_for_their_layer(tmp_path, compiled):
+    """Compiled ones run eagerly in such a step, or refuse where that is not allowed."""
+    model, x = Stack(3), torch.randn(3, 16)
+    pairs = {f"layers.{i}.down": random_pair(4, 40, 16, i) for i in range(3)}
+    pool, _ = bound(model, save_adapter(tmp_path / "a", pairs))
+    call = model if compiled is None else torch.compile(model, backend="eager", **compiled)
+    stream = mock.Mock()
+    with (
+        pool.begin_step(step("a", length=3)) as lease,
+        mock.patch("torch.cuda.current_stream", return_value=stream),
+        mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
+    ):
+        want = call(x)
+        lease._arriving, pool.arriving = [(0, "start"), (1, "rest"), (9, "past the end")], True
+        if compiled == dict(fullgraph=True):
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="begin this one without layer"):
+                call(x)
+            return
+        at = []
+        for layer in model.layers:
+            layer.register_forward_hook(lambda *_: at.append(stream.wait_event.call_count))
+        assert torch.equal(call(x), want)
+    assert [call.args for call in stream.wait_event.mock_calls] == [("start",), ("rest",)]
+    assert at == [1, 2, 2]
 
 
 # What is refused.

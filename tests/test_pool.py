@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common import LOAD_FAULTS, random_pair, save_adapter
-from loramux import LoraPool, LoraSpec, LoraStep, LoraTarget, Segment, lora_apply_
+from loramux import LoraPool, LoraSpec, LoraStep, LoraTarget, Segment, StepPlan, arena, lora_apply_
 from loramux.config import LoraBaseOnly, LoraModuleRef
 from loramux.errors import (
     AdapterError,
@@ -20,6 +20,7 @@ from loramux.errors import (
 from loramux.identity import read_adapter_digest
 
 WIDTH = 32
+MODULE_BYTES = 2 * 8 * WIDTH * 4  # A and B of a module at rank 4, rounded up to 8, in float32
 TARGETS = {"q": LoraTarget(WIDTH, (WIDTH,)), "v": LoraTarget(WIDTH, (WIDTH,))}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -252,13 +253,13 @@ def test_C131_a_failed_load_between_two_good_steps_leaves_no_trace(serve, tmp_pa
     pool = serve({"a": "q"})
     assert_serves(pool, "a")
     pool.spec.add_adapter("bad", save_adapter(tmp_path / "bad", pairs))
-    before, arena, table = pool.counters, pool._arena.clone(), pool._table.clone()
+    before, arena, table = pool.counters, pool._arena.weights.clone(), pool._arena.table.clone()
     with pytest.raises(AdapterError) as error:
         run(pool, "a", "bad")
     assert said in str(error.value)
     assert pool.counters == before
-    assert torch.equal(pool._arena, arena)
-    assert torch.equal(pool._table, table)
+    assert torch.equal(pool._arena.weights, arena)
+    assert torch.equal(pool._arena.table, table)
     assert_serves(pool, "a")
 
 
@@ -271,7 +272,11 @@ def test_C131_a_load_cut_short_between_two_good_steps_leaves_no_trace(serve, tmp
 
     def state():
         slots = [(slot.holds, slot.leases, slot.used_at) for slot in pool._slots]
-        return {**pool.counters, "on_host": 0, "load_seconds": 0}, slots, pool._arena.tolist()
+        return (
+            {**pool.counters, "on_host": 0, "load_seconds": 0},
+            slots,
+            pool._arena.weights.tolist(),
+        )
 
     before = state()
     with LOAD_FAULTS[fault](tmp_path / "bad"), pytest.raises((LoraError, torch.OutOfMemoryError)):
@@ -483,8 +488,79 @@ def test_a_step_half_planned_ends_the_one_before_it(serve, monkeypatch):
 
 def test_rank_takes_its_own_bytes_and_absent_modules_none(serve):
     pool = serve({"a": "qv", "b": "q"})
-    one = 2 * 8 * WIDTH * 4  # A and B of a module at rank 4, rounded up to 8, in float32
     image = pool._store.get(pool.spec.registration("a"))
-    assert image.data.numel() == 2 * one
-    assert pool._store.get(pool.spec.registration("b")).data.numel() == one
+    assert image.data.numel() == 2 * MODULE_BYTES
+    assert pool._store.get(pool.spec.registration("b")).data.numel() == MODULE_BYTES
     assert [entry[2] for entry in image.entries] == [8, 8]
+
+
+def test_sixty_adapters_of_rank_8_fit_where_8_slots_of_rank_64_would(serve):
+    names = [f"a{i}" for i in range(60)]
+    slots = serve({}, max_rank=64, max_slots=8)
+    size = slots._arena.weights.nbytes
+    pool = serve(dict.fromkeys(names, "qv"), max_rank=64, max_slots=60, arena_bytes=size)
+    assert pool._arena.weights.nbytes == size
+    for target in "qv":
+        assert_serves(pool, *names, target=target)
+    assert pool.counters["evictions"] == 0
+
+
+def test_more_bytes_than_the_arena_has_are_refused_with_both_numbers(serve):
+    size = 3 * MODULE_BYTES
+    pool = serve({"a": "q", "b": "qv", "c": "qv"}, max_slots=9, arena_bytes=size + 1)
+    assert_serves(pool, "a", "b")
+    before, spans = pool.counters, dict(pool._arena._placement.spans)
+
+    def refused(*names, wanted, found):
+        text = f"{wanted} bytes .* to be installed, {found} of the arena's {size} can be had"
+        with pytest.raises(PoolExhausted, match=text):
+            run(pool, *names)
+        assert {**pool.counters, "load_seconds": 0} == {
+            **before, "load_seconds": 0, "on_host": ["a", "b", "c"]
+        }  # fmt: skip
+        assert pool._arena._placement.spans == spans
+
+    refused("b", "c", wanted=2 * MODULE_BYTES, found=MODULE_BYTES)
+    with pool.begin_step(LoraStep((Segment("b", 1),))):
+        before = {**before, "hits": 1}
+        refused("c", wanted=2 * MODULE_BYTES, found=MODULE_BYTES)
+    assert_serves(pool, "c", "a")
+
+
+def test_what_fits_by_its_bytes_is_placed_beside_what_steps_lease(serve):
+    """Of four adapters side by side the second is leased; the first and third make room for two."""
+    adapters = {**dict.fromkeys("abcd", "q"), "e": "qv"}
+    pool = serve(adapters, max_slots=9, arena_bytes=4 * MODULE_BYTES)
+    for name in "abcd":
+        run(pool, name)
+    run(pool, "d")
+    lease = pool.begin_step(LoraStep((Segment("b", 1),)))
+    held = StepPlan.for_rows([lease._slots[0].index], pool.spec.num_slots, pool.device)
+    pool.prefetch(["e"])
+    pool._loader.submit(int).result()
+    assert "e" in pool.counters["on_host"]
+    assert sorted(pool.counters["resident"]) == [*"abcd"], "a prefetch moves nothing leased"
+    assert_serves(pool, "e", target="v")
+    assert sorted(pool.counters["resident"]) == [*"bde"]
+    assert (pool.counters["moves"], pool.counters["moved_bytes"]) == (1, MODULE_BYTES)
+    x, y = torch.ones(1, WIDTH, device=pool.device), torch.zeros(1, WIDTH, device=pool.device)
+    got = lora_apply_(y, x, pool.site("q", 0), held)[0].cpu()
+    torch.testing.assert_close(got, expected("b"), rtol=1e-5, atol=1e-5)
+    lease.release()
+    assert_serves(pool, "b", "d", "e")
+
+
+def test_an_image_moves_to_bytes_that_overlap_its_own(serve, monkeypatch):
+    """In pieces of the distance where that is the longer, else through the staging memory."""
+    for staging in (512, 1 << 20):
+        monkeypatch.setattr(arena, "_STAGING_BYTES", staging)
+        adapters = {"a": "q", "b": "qv", "c": "q", "d": "qv"}
+        pool = serve(adapters, max_slots=9, arena_bytes=4 * MODULE_BYTES)
+        for name in "abc":
+            run(pool, name)
+        run(pool, "b")
+        assert_serves(pool, "d")
+        assert sorted(pool.counters["resident"]) == [*"bd"]
+        assert pool.counters["moved_bytes"] == 2 * MODULE_BYTES
+        for target in "qv":
+            assert_serves(pool, "b", "d", target=target)

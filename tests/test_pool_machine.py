@@ -29,7 +29,8 @@ from loramux.config import LoraModuleRef, Registration
 from loramux.errors import LoraError, PlanMismatch, PoolExhausted, UnknownAdapter
 
 STEPS, STEPS_A_SEQUENCE = int(os.environ.get("LORAMUX_TEST_STEPS", 1200)), 30
-WIDTH, RANK, MAX_SLOTS, CAPACITY = 16, 4, 3, 2
+WIDTH, RANKS, MAX_SLOTS, CAPACITY = 16, (4, 20, 10), 3, 2
+UNIT = 2 * 8 * WIDTH * 4  # bytes of A and B of a module at a padded rank of 8, in float32
 HELD_UP = 200_000  # clock cycles, about 0.1 ms
 NAMES = "abcd"
 TARGETS = {"q": LoraTarget(WIDTH, (WIDTH,)), "v": LoraTarget(WIDTH, (WIDTH,), per_segment=True)}
@@ -54,7 +55,9 @@ class Weights:
 
     def __init__(self, name, version, modules):
         self.name, self.version = name, version
-        self.pairs = {m: random_pair(RANK, WIDTH, WIDTH, 2 * version + (m == "q")) for m in modules}
+        rank = RANKS[version % len(RANKS)]
+        self.pairs = {m: random_pair(rank, WIDTH, WIDTH, 2 * version + (m == "q")) for m in modules}
+        self.bytes = -(-rank // 8) * UNIT * len(modules)
 
     def delta(self, target, x):
         if target not in self.pairs:
@@ -81,6 +84,7 @@ class Begun:
 
 class PoolMachine(RuleBasedStateMachine):
     device = "cpu"
+    max_slots, arena_bytes = MAX_SLOTS, None
 
     def __init__(self):
         super().__init__()
@@ -89,7 +93,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.spec = LoraSpec(
             "lora", {"n"}, 1, TARGETS,
             lambda name: LoraModuleRef(name, 0) if name in TARGETS else None,
-            max_slots=MAX_SLOTS, max_rank=8, cpu_capacity=CAPACITY,
+            max_slots=self.max_slots, arena_bytes=self.arena_bytes, max_rank=24,
+            cpu_capacity=CAPACITY,
         )  # fmt: skip
         if self.device == "cuda":
             self.stream_before = torch.cuda.current_stream()
@@ -175,8 +180,9 @@ class PoolMachine(RuleBasedStateMachine):
         if None in wanted:
             return self.refused(step, UnknownAdapter)
         holds = {hold.weights: hold for hold in self.holds}
-        missing = {weights for weights in wanted if weights not in holds}
-        if len(set(wanted)) > MAX_SLOTS or len(missing) > MAX_SLOTS - len(self.holds):
+        leased_then = {*holds, *wanted}
+        fits = self.arena_bytes is None or sum(w.bytes for w in leased_then) <= self.arena_bytes
+        if not fits or len(leased_then) > self.max_slots:
             return self.refused(step, PoolExhausted)
         for weights in wanted:
             if weights not in holds:
@@ -204,6 +210,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.holds = [hold for hold in self.holds if hold.leases]
         if self.current is begun:
             self.current = None
+
+    @rule(wanted=st.lists(names, min_size=1, max_size=4))
+    def run(self, wanted):
+        """Steps that each end before the next: adapters rotate through the slots."""
+        for name in wanted:
+            before = len(self.steps)
+            self.begin([Segment(name, 1)])
+            if len(self.steps) > before:
+                self.release(before)
 
     @rule(beside=segments, fault=st.sampled_from(list(LOAD_FAULTS)))
     def fail_load(self, beside, fault):
@@ -258,6 +273,8 @@ class PoolMachine(RuleBasedStateMachine):
         found = self.pool._slot_of
         for slot in self.pool._slots:
             assert slot.leases or slot.holds is None or found[slot.holds] is slot
+        placed = self.pool._arena._placement.spans
+        assert set(placed) == {slot.index for slot in self.pool._slots if slot.holds}
 
     def teardown(self):
         self.check_rows()
@@ -306,11 +323,18 @@ class PoolMachine(RuleBasedStateMachine):
         del counters["on_host"], counters["load_seconds"]
         slots = [(slot.holds, slot.leases, slot.used_at) for slot in pool._slots]
         plans = [(plan.buffer.tolist(), plan.rows) for plan in pool._plans.values()]
-        return counters, slots, plans, pool._arena.tolist(), pool._table.tolist(), pool.current
+        return (
+            counters,
+            slots,
+            plans,
+            pool._arena.weights.tolist(),
+            pool._arena.table.tolist(),
+            pool.current,
+        )
 
     def hold_up_copies(self):
         if self.device == "cuda":
-            with torch.cuda.stream(self.pool._copy_stream):
+            with torch.cuda.stream(self.pool._arena.stream):
                 torch.cuda._sleep(HELD_UP)
 
     def check(self, target, plan, want):
@@ -329,15 +353,28 @@ class PoolMachine(RuleBasedStateMachine):
         self.unchecked.clear()
 
 
+class ArenaMachine(PoolMachine):
+    """Adapters of 1 to 6 units in the bytes of 9: they fit if their bytes do."""
+
+    max_slots, arena_bytes = 6, 9 * UNIT + 100
+
+
 class CudaPoolMachine(PoolMachine):
     device = "cuda"
 
 
-PoolMachine.TestCase.settings = CudaPoolMachine.TestCase.settings = settings(
-    max_examples=-(-STEPS // STEPS_A_SEQUENCE),
-    stateful_step_count=STEPS_A_SEQUENCE,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+class CudaArenaMachine(ArenaMachine):
+    device = "cuda"
+
+
+for machine in (PoolMachine, ArenaMachine, CudaPoolMachine, CudaArenaMachine):
+    machine.TestCase.settings = settings(
+        max_examples=-(-STEPS // STEPS_A_SEQUENCE),
+        stateful_step_count=STEPS_A_SEQUENCE,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 TestPool_C082_C083_C086_C094_C098_C127_C131 = PoolMachine.TestCase
+TestArena_C082_C083_C086_C094_C098_C127_C131 = ArenaMachine.TestCase
 TestCudaPool_C082_C083_C086_C094_C098_C127_C131 = pytest.mark.cuda(CudaPoolMachine.TestCase)
+TestCudaArena_C082_C083_C086_C094_C098_C127_C131 = pytest.mark.cuda(CudaArenaMachine.TestCase)

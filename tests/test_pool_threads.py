@@ -18,11 +18,12 @@ import torch
 from common import random_pair, save_adapter
 from loramux import LoraPool, LoraSpec, LoraStep, LoraTarget, Segment, lora_apply_
 from loramux.config import LoraModuleRef
-from loramux.errors import UnknownAdapter
+from loramux.errors import PoolExhausted, UnknownAdapter
 
 STEPS = int(os.environ.get("LORAMUX_TEST_STEPS", 300))
 SECONDS_A_STEP, SECONDS_TO_START = 0.1, 30  # a run that takes longer hangs
-WIDTH, RANK, VERSIONS = 32, 4, 5
+WIDTH, RANKS = 32, (4, 20, 9, 32, 8)  # of a name's versions
+VERSIONS, MAX_BYTES = len(RANKS), 2 * WIDTH * max(RANKS) * 4
 NAMES = "abcdef"
 STEP_THREADS, NAMES_A_STEP = 2, 2  # all steps together lease as many slots as there are
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -35,7 +36,9 @@ class Served:
         self.spec, self.announced, self.done = spec, dict.fromkeys(NAMES, -1), {}
         self.paths, self.rows, self.lock = {}, {}, threading.Lock()
         for name in NAMES:
-            pairs = [random_pair(RANK, WIDTH, WIDTH, ord(name) * 10 + i) for i in range(VERSIONS)]
+            pairs = [
+                random_pair(rank, WIDTH, WIDTH, ord(name) * 10 + i) for i, rank in enumerate(RANKS)
+            ]
             self.paths[name] = [
                 save_adapter(root / f"{name}{i}", {"q": pair}) for i, pair in enumerate(pairs)
             ]
@@ -56,8 +59,8 @@ class Served:
 class Crew:
     """Threads that run until all steps are done or one of them fails."""
 
-    def __init__(self, pool, served):
-        self.pool, self.served = pool, served
+    def __init__(self, pool, served, *refusals):
+        self.pool, self.served, self.refusals = pool, served, refusals
         self.stop, self.step_lock = threading.Event(), threading.Lock()
         self.begun, self.errors = 0, []
 
@@ -81,7 +84,7 @@ class Crew:
     def repeat(self, work, rng):
         try:
             while not self.stop.is_set():
-                with suppress(UnknownAdapter):  # unloaded, and not yet registered again
+                with suppress(*self.refusals):
                     work(rng)
         except BaseException as error:
             self.errors.append(error)
@@ -128,21 +131,29 @@ class Crew:
         time.sleep(rng.random() * 2e-3)
 
 
+LEASED = STEP_THREADS * NAMES_A_STEP
+POOLS = [dict(max_slots=LEASED), dict(max_slots=4 * LEASED, arena_bytes=2 * MAX_BYTES)]
+
+
+@pytest.mark.parametrize("fields", POOLS, ids=["slots", "arena_bytes"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_C085_C088_C091_no_row_is_wrong_while_threads_load_and_unload(device, tmp_path):
+def test_C085_C088_C091_no_row_is_wrong_while_threads_load_and_unload(device, fields, tmp_path):
     spec = LoraSpec(
         "lora",
         {"n"},
         1,
         {"q": LoraTarget(WIDTH, (WIDTH,))},
         lambda name: LoraModuleRef(name, 0),
-        max_slots=STEP_THREADS * NAMES_A_STEP,
-        max_rank=8,
+        max_rank=32,
         cpu_capacity=3,
+        **fields,
     )
     served = Served(tmp_path, spec)
     pool = LoraPool.build(spec, device=device)
-    crew = Crew(pool, served)
+    refusals = [UnknownAdapter]  # unloaded, and not yet registered again
+    if "arena_bytes" in fields:
+        refusals.append(PoolExhausted)  # the bytes are enough for any step, not for any two
+    crew = Crew(pool, served, *refusals)
     crew.run([crew.step] * STEP_THREADS + [crew.prefetch, crew.unload, crew.replace])
     for name in NAMES:
         spec.remove_adapter(name)

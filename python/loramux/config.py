@@ -153,6 +153,10 @@ class LoraSpec(NodeResourceSpec):
         convert_keys: rewrites a model-native checkpoint's tensors to PEFT's names first.
         ignored_modules: checkpoint modules that another spec loads.
         dropped_targets: targets of the model that this deployment does not serve.
+        arena_bytes: device memory for the weights (of each tensor-parallel rank), of which an
+            adapter takes what its own ranks and modules need; ``max_slots`` then only bounds their
+            number. Up to 16 MiB beside it serve to move them. ``None``: every slot holds
+            ``max_rank`` on every target.
 
     Raises:
         SpecError: a size below its least value or an unknown backend.
@@ -171,6 +175,7 @@ class LoraSpec(NodeResourceSpec):
     convert_keys: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
     ignored_modules: Callable[[str], bool] | None = None
     dropped_targets: frozenset[str] = frozenset()
+    arena_bytes: int | None = None
 
     def __post_init__(self) -> None:
         self._infos: dict[str, tuple[Registration, AdapterInfo]] = {}
@@ -185,7 +190,10 @@ class LoraSpec(NodeResourceSpec):
         if self.backend not in ("auto", "torch", "native"):
             raise SpecError(f"backend is {self.backend!r}; use 'auto', 'torch' or 'native'")
         for key in ("num_layers", *SIZES):
-            if (problem := size_problem(getattr(self, key))) is not None:
+            size = getattr(self, key)
+            if key == "arena_bytes" and size is None:
+                continue
+            if (problem := size_problem(size)) is not None:
                 raise SpecError(f"{key} {problem}")
         for name, target in self.targets.items():
             if outside := [i for i in target.layers or () if not 0 <= i < self.num_layers]:
@@ -362,6 +370,7 @@ class LoraSpec(NodeResourceSpec):
         adapters: dict[str, str] | None = None,
         adapter_digests: dict[str, str] | None = None,
         targets: list[str] | None = None,
+        arena_bytes: int | None = None,
     ) -> None:
         """Size this spec as a deployment's YAML says. All is checked before any is set.
 
@@ -381,6 +390,7 @@ class LoraSpec(NodeResourceSpec):
             adapters=adapters,
             adapter_digests=adapter_digests,
             targets=targets,
+            arena_bytes=arena_bytes,
         )
         given = {key: value for key, value in block.items() if value is not None}
         if problems := override_problems(given, self.adapters):

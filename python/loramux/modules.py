@@ -159,6 +159,9 @@ class ModuleLoraMap:
         which must be the step's segments in order. Parameters, classes and ``state_dict`` stay
         untouched.
 
+        In a step begun ``layerwise`` each first has the stream wait for its layer's weights. There
+        compiled modules run eagerly, or fail where they are compiled with ``fullgraph=True``.
+
         A step with adapters runs without gradients (``torch.inference_mode()``): a bound module
         serves and does not train. Binding and unbinding drop every graph of ``torch.compile``,
         whose guards do not see hooks; CUDA graphs captured before are the caller's to drop.
@@ -180,7 +183,7 @@ class ModuleLoraMap:
                 )
             shape = _Shape(target.kind, target.in_features, target.out_features)
             site, plan = pool.site(name, layer), pool.plan(target.row_grouping)
-            hook = _DeltaHook(path, shape.kind, pool, site, plan)
+            hook = _DeltaHook(path, shape.kind, layer, pool, site, plan)
             hooks.append((_bindable(module, path, shape), hook))
         binding = ExitStack()
         binding.callback(_drop_traced_graphs)  # last, once the hooks are gone
@@ -194,13 +197,16 @@ class _DeltaHook:
     """The forward hook of one module: adds its site's deltas to its output."""
 
     def __init__(
-        self, path: str, kind: str, pool: LoraPool, site: LoraSite, plan: StepPlan
+        self, path: str, kind: str, layer: int, pool: LoraPool, site: LoraSite, plan: StepPlan
     ) -> None:
-        self.path, self.kind, self.pool, self.site, self.plan = path, kind, pool, site, plan
+        self.path, self.kind, self.layer = path, kind, layer
+        self.pool, self.site, self.plan = pool, site, plan
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self.pool.active:
             return
+        if self.pool.arriving:
+            self.pool.wait_layer(self.layer)
         y, x = self._rows(output), args[0]
         if self.kind == "embedding":
             lora_embedding_(y, x.reshape(-1), self.site, self.plan)

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-SIZES = ("max_slots", "max_rank", "cpu_capacity")
+SIZES = ("max_slots", "max_rank", "cpu_capacity", "arena_bytes")
 _SETTINGS = (*SIZES, "adapters", "adapter_digests", "targets")
 
 

@@ -2,7 +2,7 @@
 
 A step's adapters must hold slots before its kernels run: ``begin_step`` makes them resident, leases
 their slots and writes one plan per row grouping. On a CUDA device images are copied on a side
-stream; the compute stream waits for them, and a copy waits for the last step that used its slot.
+stream; the compute stream waits for them, and a copy for the last steps of what it overwrites.
 """
 
 from __future__ import annotations
@@ -17,35 +17,29 @@ from typing import Any
 import torch
 
 from . import _host
+from .arena import Arena, Arrival, Slot
 from .backend import resolve_backend
 from .config import LoraBaseOnly, LoraSpec, LoraStep, Registration
-from .errors import LoraError, PlanMismatch, PoolExhausted
+from .errors import LoraError, PlanMismatch, PoolExhausted, SpecError
 from .plan import StepPlan
 from .resource import Hold, Resource
 from .site import LoraSite
 from .store import LoraImage, LoraStore, SlotLayout
 
 
-class _Slot:
-    """One device slot: whose weights it holds, and who is using them."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.holds: Registration | None = None
-        self.leases = 0
-        self.used_at = 0  # the pool's clock at its last use
-        self.ready: torch.cuda.Event | None = None  # its image has arrived
-        self.idle: torch.cuda.Event | None = None  # the last step that used it is done
-
-
 class LoraLease(Hold):
-    """A step's hold on the slots of its adapters."""
+    """A step's hold on the slots of its adapters.
 
-    def __init__(self, pool: LoraPool, slots: list[_Slot], base_only: bool) -> None:
+    Until it is released they stay in their slots. With ``LoraSpec.arena_bytes`` a later step may
+    move them within the arena, behind the kernels that are enqueued when it begins.
+    """
+
+    def __init__(self, pool: LoraPool, slots: list[Slot], base_only: bool) -> None:
         self.base_only = base_only
         self._pool = pool
         self._slots = slots
         self._released = False
+        self._arriving: list[Arrival] = []  # of all slots, by layer
 
     def plan(self, row_grouping: int) -> StepPlan:
         """This step's plan for a row grouping.
@@ -61,7 +55,11 @@ class LoraLease(Hold):
         return self._pool.plan(row_grouping)
 
     def release(self) -> None:
-        """End the step's use of its slots. Releasing twice is harmless."""
+        """End the step's use of its slots. Releasing twice is harmless.
+
+        On a CUDA device the stream that ran the step's kernels must be current: the slots may be
+        overwritten once it gets here.
+        """
         self._pool._release(self)
 
 
@@ -83,6 +81,7 @@ class LoraPool(Resource):
     Attributes:
         active: a step is begun and some row of it names an adapter.
         current: the lease of the step begun last, until it is released.
+        arriving: some layer of that step may still wait for its weights (``wait_layer``).
 
     Raises:
         BackendUnavailable: the spec's backend cannot serve the device and dtype.
@@ -108,19 +107,12 @@ class LoraPool(Resource):
         on_cuda = self.device.type == "cuda"
         self._layout = layout
         self._store = LoraStore(layout, pin=on_cuda)
-        self._arena = torch.zeros(
-            spec.max_slots * layout.slot_bytes // self.dtype.itemsize,
-            dtype=self.dtype,
-            device=self.device,
-        )
-        self._arena_bytes = self._arena.view(torch.uint8)
-        self._table = torch.zeros(
-            spec.num_slots, layout.num_entries, 4, dtype=torch.int32, device=self.device
-        )
+        self._slots = [Slot(i + 1) for i in range(spec.max_slots)]
+        self._arena = Arena(layout, self._slots, self.device, spec.arena_bytes)
         self._sites = {
             (site.target, site.layer): LoraSite(
-                weights=[self._arena],
-                table=self._table,
+                weights=[self._arena.weights],
+                table=self._arena.table,
                 entry=site.entry,
                 in_features=site.local.in_features,
                 widths=list(site.local.out_slices),
@@ -139,17 +131,15 @@ class LoraPool(Resource):
             grouping: StepPlan(max_rows or 1, spec.num_slots, self.device, width)
             for grouping, width in scratch_widths.items()
         }
-        self._slots = [_Slot(i + 1) for i in range(spec.max_slots)]
-        self._slot_of: dict[Registration, _Slot] = {}
+        self._slot_of: dict[Registration, Slot] = {}
         self._lock = threading.Lock()
         self._clock = 0
-        self._copy_stream = torch.cuda.Stream(self.device) if on_cuda else None
-        if self._copy_stream is not None:  # no copy may pass the zeros of the arena and the table
-            self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loramux-prefetch")
-        self._counts = dict.fromkeys(("hits", "misses", "evictions", "copies", "copied_bytes"), 0)
+        self._counts = dict.fromkeys(
+            ("hits", "misses", "evictions", "copies", "copied_bytes", "moves", "moved_bytes"), 0
+        )
         self.current: LoraLease | None = None
-        self.active = False
+        self.active = self.arriving = False
 
     @classmethod
     def build(cls, spec: LoraSpec, **placement: Any) -> LoraPool:
@@ -170,7 +160,7 @@ class LoraPool(Resource):
 
     @property
     def counters(self) -> Mapping[str, Any]:
-        """hits, misses, evictions, copies, copied_bytes, load_seconds, and the names held."""
+        """hits, misses, evictions, copies and moves with their bytes, load_seconds, names held."""
         with self._lock:
             return {
                 **self._counts,
@@ -184,14 +174,26 @@ class LoraPool(Resource):
         named = any(segment.adapter is not None for segment in step.segments or ())
         return key if named else LoraBaseOnly(key)
 
-    def begin_step(self, step: LoraStep) -> LoraLease:
+    def begin_step(self, step: LoraStep, *, layerwise: bool = False) -> LoraLease:
         """Make the step's adapters resident, lease their slots and write its plans.
+
+        Absent adapters take the place of those used longest ago, of as many as leave slots and
+        bytes. Where images lie does not matter: they are moved to join the gaps between them, those
+        of earlier steps too, whose kernels read them before they move.
+
+        Args:
+            layerwise: on a CUDA device have the current stream wait for an adapter's weights layer
+                by layer (``wait_layer``), not for the whole of them now: the first layer of an
+                adapter that was absent runs as soon as its own part is there. Bound modules that
+                run eagerly do the waiting. A step that replays or captures a CUDA graph, or runs
+                compiled modules, must leave this out: a graph cannot wait for an event that is
+                made after it.
 
         Raises:
             UnknownAdapter: a segment's adapter is none that the spec serves.
             AdapterError: an adapter's file cannot be served.
-            PoolExhausted: more distinct adapters than slots, or too few slots that no other step
-                leases.
+            PoolExhausted: more distinct adapters than slots, more bytes than the arena has, or too
+                few of either that no other step leases.
             PlanMismatch: a segment length below 0 or not a multiple of a target's token_fold, or
                 more rows than ``max_rows``.
             In each case the pool is as it was.
@@ -206,17 +208,38 @@ class LoraPool(Resource):
                 if (total := rows[grouping]) > plan.max_rows:
                     plan.reserve(1 << (total - 1).bit_length())
                 plan.write(segments.grouped(grouping, slots))
-            self._wait_for_images(leased)
+            lease._arriving = self._arena.arriving(leased, layerwise=layerwise)
+            if not layerwise:
+                self._wait(lease, self.spec.num_layers)
         except BaseException:
             lease.release()
             raise
         self._set_current(lease)
         return lease
 
+    def wait_layer(self, layer: int) -> None:
+        """Have the current stream wait for the current step's weights at ``layer`` and before.
+
+        For an engine with layers of its own, before the first LoRA op of a layer, while
+        ``arriving``; a bound module does it by itself. All ops of a step run on one stream.
+
+        Raises:
+            SpecError: the caller is compiled, or the stream captured.
+        """
+        if self.current is not None and self.arriving:
+            if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+                raise SpecError(
+                    "a step begun layerwise runs modules that are neither compiled nor captured, "
+                    "for they wait for weights on their way: begin this one without layerwise"
+                )
+            self._wait(self.current, layer)
+            self.arriving = bool(self.current._arriving)
+
     def prefetch(self, names: Iterable[str]) -> None:
         """Start making adapters resident ahead of the step that names them.
 
-        Only slots that no step leases are used; without one the adapter stops at the host.
+        Only slots and bytes that no step leases are used; without them the adapter stops at the
+        host. Let none be under way while a CUDA graph is captured.
 
         Raises:
             UnknownAdapter: a name that the spec does not serve.
@@ -250,11 +273,11 @@ class LoraPool(Resource):
 
     def close(self) -> None:
         self._loader.shutdown(wait=True, cancel_futures=True)
-        self._arena = self._arena_bytes = self._table = torch.empty(0)
+        self._arena.close()
         self._sites.clear()
         self._slot_of.clear()
         self._slots.clear()
-        self.current, self.active = None, False
+        self.current, self.active, self.arriving = None, False, False
 
     def _read(self, step: LoraStep) -> tuple[_host.Step, dict[int, int]]:
         """A step's segments, and the rows that a linear of each row grouping sees of them."""
@@ -271,21 +294,12 @@ class LoraPool(Resource):
             )
         return segments, rows
 
-    def _wait_for_images(self, slots: Iterable[_Slot]) -> None:
-        """Let the current stream wait for what is still being copied to leased slots."""
-        for slot in slots:
-            if slot.ready is None:
-                continue
-            if slot.ready.query():
-                slot.ready = None  # later steps need not ask
-            else:
-                torch.cuda.current_stream(self.device).wait_event(slot.ready)
-
     def _set_current(self, lease: LoraLease | None) -> None:
         with self._lock:
             self.current, self.active = lease, lease is not None and not lease.base_only
+            self.arriving = lease is not None and bool(lease._arriving)
 
-    def _acquire(self, wanted: list[Registration], leases: int = 1) -> list[_Slot]:
+    def _acquire(self, wanted: list[Registration], leases: int = 1) -> list[Slot]:
         """The slots of adapters, each leased ``leases`` times; installs those that have none.
 
         Images are read without the lock, so residency is looked at again after every read.
@@ -297,7 +311,7 @@ class LoraPool(Resource):
                 missing = dict.fromkeys(compress(wanted, [slot is None for slot in slots]))
                 free = self._free_slots(slots, len(missing)) if missing else []
                 if all(registration in images for registration in missing):
-                    self._install({r: images[r] for r in missing}, free)
+                    self._install({r: images[r] for r in missing}, free, move_leased=leases > 0)
                     return self._lease(wanted, missing, leases)
             for registration in missing:
                 if registration not in images:
@@ -305,7 +319,7 @@ class LoraPool(Resource):
 
     def _lease(
         self, wanted: list[Registration], installed: Collection[Registration], leases: int
-    ) -> list[_Slot]:
+    ) -> list[Slot]:
         self._counts["hits"] += len(wanted) - len(installed)
         self._counts["misses"] += len(installed)
         self._clock += 1
@@ -318,8 +332,8 @@ class LoraPool(Resource):
                 self._forget(self._slot_of[registration])
         return slots
 
-    def _free_slots(self, kept: Collection[_Slot | None], count: int) -> list[_Slot]:
-        """``count`` slots to install in: empty ones, then those used longest ago."""
+    def _free_slots(self, kept: Collection[Slot | None], count: int) -> list[Slot]:
+        """The slots to install in, at least ``count``: empty ones, then by their last use."""
         distinct = count + len({slot for slot in kept if slot is not None})
         if distinct > len(self._slots):
             raise PoolExhausted(
@@ -333,49 +347,41 @@ class LoraPool(Resource):
                 "leased: release earlier steps first or raise max_slots"
             )
         free.sort(key=lambda slot: (slot.holds is not None, slot.used_at))
-        return free[:count]
+        return free
 
-    def _install(self, images: Mapping[Registration, LoraImage], slots: Sequence[_Slot]) -> None:
-        """Copy each image to its slot. All that can fail on the host is done before any copy."""
-        starts = [(slot.index - 1) * self._layout.slot_bytes for slot in slots]
-        rows = [
-            image.table_row(start // _host.BLOCK_ALIGN)
-            for image, start in zip(images.values(), starts, strict=True)
-        ]
-        if self._copy_stream is not None:
-            rows = [row.pin_memory() for row in rows]
-        for (registration, image), slot, start, row in zip(
-            images.items(), slots, starts, rows, strict=True
-        ):
-            if slot.holds is not None:
-                self._counts["evictions"] += 1
-                self._forget(slot)
-            self._copy(image, row, slot, start)
+    def _install(
+        self, images: Mapping[Registration, LoraImage], free: Sequence[Slot], *, move_leased: bool
+    ) -> None:
+        """Copy each image to one of ``free``, evicting others of them where slots or bytes lack.
+
+        A step that begins may have what earlier steps lease moved, for their kernels are enqueued
+        and the move follows them; a prefetch, which comes at any time, may not.
+        """
+        fixed = {slot.index for slot in self._slots if slot.leases and not move_leased}
+        plan = self._arena.plan(list(images.values()), free, fixed)
+        for slot in plan.evicted:
+            self._forget(slot)
+        self._arena.install(plan)
+        for registration, slot in zip(images, plan.slots, strict=True):
             slot.holds = registration
             self._slot_of[registration] = slot
-            self._counts["copies"] += 1
-            self._counts["copied_bytes"] += image.data.numel()
+        self._counts["evictions"] += len(plan.evicted)
+        self._counts["copies"] += len(plan.images)
+        self._counts["copied_bytes"] += sum(image.data.numel() for image in plan.images)
+        self._counts["moves"] += len(plan.moves)
+        self._counts["moved_bytes"] += sum(len(move.source) for _, move in plan.moves)
 
-    def _copy(self, image: LoraImage, row: torch.Tensor, slot: _Slot, start: int) -> None:
-        target = self._arena_bytes[start : start + image.data.numel()]
-        if self._copy_stream is None:
-            target.copy_(image.data)
-            self._table[slot.index].copy_(row)
-            return
-        with torch.cuda.stream(self._copy_stream):
-            if slot.idle is not None:
-                self._copy_stream.wait_event(slot.idle)
-            target.copy_(image.data, non_blocking=True)
-            self._table[slot.index].copy_(row, non_blocking=True)
-            slot.ready = torch.cuda.Event()
-            slot.ready.record()
+    def _wait(self, lease: LoraLease, layer: int) -> None:
+        """Have the current stream wait for what of a lease's images is at ``layer`` and before."""
+        while lease._arriving and lease._arriving[0][0] <= layer:
+            torch.cuda.current_stream(self.device).wait_event(lease._arriving.pop(0)[1])
 
-    def _forget(self, slot: _Slot) -> None:
+    def _forget(self, slot: Slot) -> None:
         """Let no later step find what a slot holds; it is free once no step leases it."""
         if slot.holds is not None:
             self._slot_of.pop(slot.holds, None)
-        if slot.leases == 0:
-            slot.holds = None
+            if slot.leases == 0:
+                self._arena.vacate(slot)
 
     def _prefetch(self, registration: Registration) -> None:
         with suppress(LoraError):  # the step that names it will say what is wrong
@@ -390,13 +396,12 @@ class LoraPool(Resource):
                 return
             lease._released = True
             idle = None
-            if self._copy_stream is not None and lease._slots:
-                idle = torch.cuda.Event()
-                idle.record(torch.cuda.current_stream(self.device))
+            if self._arena.stream is not None and lease._slots:
+                idle = torch.cuda.current_stream(self.device).record_event()
             for slot in lease._slots:
                 slot.idle = idle
                 slot.leases -= 1
                 if slot.leases == 0 and slot.holds not in self._slot_of:
-                    slot.holds = None  # it was unloaded while leased
+                    self._arena.vacate(slot)  # it was unloaded while leased
             if self.current is lease:
-                self.current, self.active = None, False
+                self.current, self.active, self.arriving = None, False, False
