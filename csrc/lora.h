@@ -35,7 +35,7 @@ static_assert(sizeof(SlotEntry) == 16);
 struct alignas(16) PlanHeader {
   int32_t decode_tiles;   // tiles of at most kDecodeRows rows: tile i at word 4 * (1 + i)
   int32_t prefill_tiles;  // tiles of at most kPrefillRows rows: tile i at word capacity - 4 * (1 + i)
-  int32_t rows;           // rows of x and y that the plan was made for, base rows included
+  int32_t rows;           // rows that the plan was made for, base rows included; x and y may have more
   int32_t gathered;       // entries of the gathered list, which begins where the decode tiles end
 };
 
@@ -133,7 +133,7 @@ struct EmbeddingArgs {
 using ParallelFor =
     std::function<void(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body)>;
 
-// The caller has checked plan.words[2] == rows: on the CPU a foreign plan is refused.
+// The caller has checked plan.words[2] <= rows: on the CPU a plan for more rows is refused.
 void shrink_cpu(const ShrinkArgs& args, const ParallelFor& parallel_for);
 void expand_cpu(const ExpandArgs& args, const ParallelFor& parallel_for);
 void apply_cpu(const ApplyArgs& args, const ParallelFor& parallel_for);

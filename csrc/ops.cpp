@@ -12,6 +12,7 @@
 #endif
 
 #include <limits>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -206,6 +207,15 @@ EmbeddingArgs check_embedding(const Tensor& y, const Tensor& ids, const std::vec
   return {site, plan_view(plan, y), ids.const_data_ptr(), ids64, y.mutable_data_ptr(), stride, ids.size(0)};
 }
 
+// An engine captures its base-only steps through the traced graph of the others: what tells them apart is
+// read here, on the host, in every call.
+bool is_active(const std::optional<Tensor>& active) {
+  if (!active) return true;
+  STD_TORCH_CHECK(active->is_cpu() && active->scalar_type() == ScalarType::Bool && active->numel() == 1,
+                  "active must be one bool on the CPU");
+  return *static_cast<const bool*>(active->const_data_ptr());
+}
+
 STABLE_TORCH_LIBRARY(loramux, m) {
   m.def("lora_shrink(Tensor(a!) h, Tensor x, Tensor[] weights, Tensor table, Tensor plan, int entry) -> ()");
   m.def(
@@ -213,10 +223,10 @@ STABLE_TORCH_LIBRARY(loramux, m) {
       "int[] widths) -> ()");
   m.def(
       "lora_apply_(Tensor(a!) y, Tensor(b!) scratch, Tensor x, Tensor[] weights, Tensor table, Tensor plan, "
-      "int entry, int[] widths, int max_rank) -> ()");
+      "int entry, int[] widths, int max_rank, Tensor? active=None) -> ()");
   m.def(
       "lora_embedding_(Tensor(a!) y, Tensor ids, Tensor[] weights, Tensor table, Tensor plan, int entry, "
-      "int[] widths, int vocab, int max_rank) -> ()");
+      "int[] widths, int vocab, int max_rank, Tensor? active=None) -> ()");
 }
 
 // ---- CPU ----
@@ -225,9 +235,10 @@ void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t
   torch::stable::parallel_for(0, count, grain, body);
 }
 
-// On the CPU the plan can be read here, so that a foreign one is refused instead of partly used.
+// On the CPU the plan can be read here, so that one for more rows is refused instead of partly used. Rows
+// past the plan's are in no tile: an engine pads a step to the size of a captured graph.
 void check_plan_rows(const PlanView& plan, int64_t rows) {
-  STD_TORCH_CHECK(plan.words[2] == rows, "the plan is for ", plan.words[2], " rows, the call has ", rows);
+  STD_TORCH_CHECK(plan.words[2] <= rows, "the plan is for ", plan.words[2], " rows, the call has ", rows);
 }
 
 void check_ids(const EmbeddingArgs& args) {
@@ -255,7 +266,8 @@ void expand_on_cpu(const Tensor& y, const Tensor& h, std::vector<Tensor> weights
 
 void apply_on_cpu(const Tensor& y, const Tensor& scratch, const Tensor& x, std::vector<Tensor> weights,
                   const Tensor& table, const Tensor& plan, int64_t entry, std::vector<int64_t> widths,
-                  int64_t max_rank) {
+                  int64_t max_rank, std::optional<Tensor> active) {
+  if (!is_active(active)) return;
   const ApplyArgs args = check_apply(y, scratch, x, weights, table, plan, entry, widths, max_rank);
   check_plan_rows(args.shrink.plan, args.shrink.rows);
   apply_cpu(args, parallel_for);
@@ -263,7 +275,8 @@ void apply_on_cpu(const Tensor& y, const Tensor& scratch, const Tensor& x, std::
 
 void embedding_on_cpu(const Tensor& y, const Tensor& ids, std::vector<Tensor> weights, const Tensor& table,
                       const Tensor& plan, int64_t entry, std::vector<int64_t> widths, int64_t vocab,
-                      int64_t max_rank) {
+                      int64_t max_rank, std::optional<Tensor> active) {
+  if (!is_active(active)) return;
   const EmbeddingArgs args = check_embedding(y, ids, weights, table, plan, entry, widths, vocab, max_rank);
   check_plan_rows(args.plan, args.rows);
   check_ids(args);
@@ -314,13 +327,15 @@ void expand_on_cuda(const Tensor& y, const Tensor& h, std::vector<Tensor> weight
 
 void apply_on_cuda(const Tensor& y, const Tensor& scratch, const Tensor& x, std::vector<Tensor> weights,
                    const Tensor& table, const Tensor& plan, int64_t entry, std::vector<int64_t> widths,
-                   int64_t max_rank) {
+                   int64_t max_rank, std::optional<Tensor> active) {
+  if (!is_active(active)) return;
   launch(apply_cuda, check_apply(y, scratch, x, weights, table, plan, entry, widths, max_rank), y);
 }
 
 void embedding_on_cuda(const Tensor& y, const Tensor& ids, std::vector<Tensor> weights, const Tensor& table,
                        const Tensor& plan, int64_t entry, std::vector<int64_t> widths, int64_t vocab,
-                       int64_t max_rank) {
+                       int64_t max_rank, std::optional<Tensor> active) {
+  if (!is_active(active)) return;
   launch(embedding_cuda, check_embedding(y, ids, weights, table, plan, entry, widths, vocab, max_rank), y);
 }
 

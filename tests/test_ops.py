@@ -173,6 +173,36 @@ def test_C044_no_dtype_is_a_silent_no_op(dtype):
     assert (got != y).float().mean() > 0.5
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_past_the_plans_are_base_rows(device):
+    site = stacked_site(64, [48], 8, torch.float32, device)
+    x, y = operands(len(SLOTS) + 5, 64, site, torch.float32, device)
+    plan = StepPlan.for_rows(SLOTS, site.num_slots, device)
+    got, scratch = y.clone(), torch.zeros(len(x) * 8, device=device)
+    torch.ops.loramux.lora_apply_(
+        got, scratch, x, site.weights, site.table, plan.buffer, 0, site.widths, 8
+    )
+    assert_accurate(got, y, x, site, [*SLOTS, 0, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_call_that_is_not_active_does_nothing(device):
+    linear = stacked_site(64, [48], 8, torch.float32, device)
+    tokens = stacked_site(50, [48], 8, torch.float32, device, embedding=True)
+    x, y = operands(len(SLOTS), 64, linear, torch.float32, device)
+    ids = torch.arange(len(SLOTS), device=device)
+    plan = StepPlan.for_rows(SLOTS, linear.num_slots, device).buffer
+    scratch, active = torch.zeros(len(SLOTS) * 8, device=device), torch.zeros(1, dtype=torch.bool)
+    ops, where = torch.ops.loramux, lambda site: (site.weights, site.table, plan, 0, [48])
+    for is_active in (False, True):
+        active.fill_(is_active)
+        applied, embedded = y.clone(), y.clone()
+        ops.lora_apply_(applied, scratch, x, *where(linear), 8, active)
+        ops.lora_embedding_(embedded, ids, *where(tokens), 50, 8, active)
+        assert torch.equal(applied, y) != is_active
+        assert torch.equal(embedded, y) != is_active
+
+
 @pytest.mark.parametrize("rows", [0, 3])
 def test_C080_a_batch_without_adapters_touches_nothing(rows):
     site = stacked_site(64, [64], 8, torch.float32)
@@ -195,6 +225,8 @@ class TestTorchContract:
         yield ops.lora_shrink, (h, x, *where)
         yield ops.lora_expand_, (y, h, *where, site.widths)
         yield ops.lora_apply_, (y, h.flatten(), x, *where, site.widths, 8)
+        active = torch.ones(1, dtype=torch.bool)
+        yield ops.lora_apply_, (y, h.flatten(), x, *where, site.widths, 8, active)
         where = (tokens.weights, tokens.table, plan, 0)
         yield ops.lora_embedding_, (y, ids, *where, tokens.widths, 50, 8)
 
@@ -280,6 +312,14 @@ class TestRefusals:
             lora_apply_(y_bad, x_bad, site, plan)
         assert said in str(error.value)
         assert torch.equal(y, before)
+
+    @pytest.mark.parametrize("active", [torch.ones(2, dtype=torch.bool), torch.ones(1)])
+    def test_what_is_no_flag(self, call, active):
+        y, x, site, plan = call
+        with pytest.raises(RuntimeError, match="active must be one bool on the CPU"):
+            torch.ops.loramux.lora_apply_(
+                y, torch.zeros(32), x, site.weights, site.table, plan.buffer, 0, [48], 8, active
+            )
 
     def test_a_table_that_does_not_reach_the_entries(self, call):
         _, x, site, plan = call

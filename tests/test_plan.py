@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -234,3 +235,39 @@ def test_a_step_refuses_segments_that_have_no_rows() -> None:
         _host.Step([({}, 1, 1.0)])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="names 1 adapters; found 2 slots"):
         _host.Step([("a", 1, 1.0)]).grouped(1, [1, 2])
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 70)), max_size=12), st.booleans())
+def test_rows_by_adapter_are_the_segments_that_they_form(
+    runs: list[tuple[int, int]], are_numpy: bool
+) -> None:
+    slots = {0: 0, 100: 3, 7: 1, 2**40: 2, 9: 3}  # ids of any size; two may share a slot
+    names = list(slots)
+    rows = [names[i] for i, count in runs for _ in range(count)]
+    spans = [(slots[names[i]], count, 1.0) for i, count in runs]
+    by_segment, by_row = (Plan(_host.plan_capacity(len(rows), 4)) for _ in range(2))
+    tiles = by_segment.write(spans, 4)
+    adapters = tuple(np.array(rows, dtype=np.int64)) if are_numpy else rows
+    words = by_row.words
+    segments = _host.Segments.of_rows(adapters, slots)
+    assert segments.rows == len(rows)
+    got = _host.Planner().plan(segments, 4, words.data_ptr(), len(words))
+    assert got == tiles
+    assert torch.equal(by_row.memory, by_segment.memory)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "message"),
+    [
+        ([0, 0, 5], r"adapters\[2\] is 5, which holds no slot: make it resident first"),
+        ([1], r"slots\[0\] is 9, and there are 4 slots"),
+    ],
+)
+def test_a_refused_row_says_which(adapters: list[int], message: str) -> None:
+    plan = Plan(64)
+    words = plan.words
+    with pytest.raises(ValueError, match=message):
+        _host.Planner().plan(
+            _host.Segments.of_rows(adapters, {0: 0, 1: 9}), 4, words.data_ptr(), len(words)
+        )
+    assert plan.untouched

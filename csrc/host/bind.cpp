@@ -81,6 +81,29 @@ class Segments {
     return Segments(std::move(items));
   }
 
+  // By the adapter of each row, at scale 1: neighbours of one adapter become one segment.
+  static Segments of_rows(py::handle adapter_items, const py::dict& slots) {
+    const Items adapters(adapter_items);
+    std::vector<PlanSegment> items;
+    long last = 0;
+    for (int64_t i = 0; i < adapters.size(); ++i) {
+      const long adapter = PyLong_AsLong(adapters[i]);
+      if (adapter == -1 && PyErr_Occurred()) throw py::error_already_set();
+      if (!items.empty() && adapter == last) {
+        ++items.back().rows;
+        continue;
+      }
+      PyObject* const slot = PyDict_GetItemWithError(slots.ptr(), py::int_(adapter).ptr());
+      if (slot == nullptr) {
+        if (PyErr_Occurred()) throw py::error_already_set();
+        refuse("adapters[", i, "] is ", adapter, ", which holds no slot: make it resident first");
+      }
+      items.push_back({to_int32("slots", i, slot), 1, 1.0f});
+      last = adapter;
+    }
+    return Segments(std::move(items));
+  }
+
   const std::vector<PlanSegment>& items() const { return items_; }
   int64_t rows() const { return rows_; }
 
@@ -276,6 +299,7 @@ PYBIND11_MODULE(_host, m) {
 
   py::class_<Segments>(m, "Segments")
       .def(py::init(&Segments::read), py::arg("slots"), py::arg("rows"), py::arg("scales"))
+      .def_static("of_rows", &Segments::of_rows, py::arg("adapters"), py::arg("slots"))
       .def_property_readonly("rows", &Segments::rows);
 
   py::class_<Step>(m, "Step")

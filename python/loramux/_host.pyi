@@ -3,7 +3,7 @@
 Dtype codes are ``DType`` of csrc/lora.h: 0 float32, 1 float16, 2 bfloat16.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final
 
 DECODE_ROWS: Final[int]
@@ -46,6 +46,18 @@ class Segments:
     def __init__(
         self, slots: Sequence[int], rows: Sequence[int], scales: Sequence[float]
     ) -> None: ...
+    @staticmethod
+    def of_rows(adapters: Sequence[int], slots: Mapping[int, int]) -> Segments:
+        """Segments by the adapter of each row, at scale 1.0: neighbours of one become one segment.
+
+        Args:
+            adapters: one id per row, of any integer type.
+            slots: the slot of every id among them, as a dict; 0 and below are base rows.
+
+        Raises:
+            ValueError: an id without a slot.
+        """
+
     @property
     def rows(self) -> int: ...
 

@@ -3,6 +3,10 @@
 The operators and their schemas live in csrc/ops.cpp. The functions here take a ``LoraSite`` and a
 ``StepPlan``, check what only the host can see, and call the operator or the torch definition.
 
+An engine may call the operators themselves. Rows past the plan's are then base rows, and
+``active``, one bool on the CPU, turns a call off: it is read at every call, so that one traced
+graph serves steps without adapters too, and a CUDA graph captured with it false has no LoRA kernel.
+
 On a CUDA device the kernels start reading weights, table and plan while the kernel ahead of them on
 the stream still runs (x, y and h they wait for). Copies are always waited for; a kernel that writes
 weights, a table or a plan must not be the one enqueued just before.

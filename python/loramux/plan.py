@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,6 +98,18 @@ class StepPlan:
         """
         try:
             segments = _host.Segments(slots, rows, scales)
+        except ValueError as error:
+            raise PlanMismatch(str(error)) from None
+        self.write(segments)
+
+    def update_rows(self, adapters: Sequence[int], slots: Mapping[int, int]) -> None:
+        """Plan a step by the adapter id of each row; ``slots`` has every id's slot.
+
+        Raises:
+            PlanMismatch: as ``update``, or an id that is not in ``slots``.
+        """
+        try:
+            segments = _host.Segments.of_rows(adapters, slots)
         except ValueError as error:
             raise PlanMismatch(str(error)) from None
         self.write(segments)
