@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -27,7 +28,7 @@ def run(options: argparse.Namespace) -> None:
     for row in rows:
         print("{site:8} 8 adapters in {slots:4} slots: {us:7.3f} us".format(**row))
     rows.append(dispatch(options.turns))
-    print("eager lora_apply_: {us:.2f} us of host time".format(**rows[-1]))
+    print("eager lora_apply_: {us:.2f} us of host time, y.add_(y): {add_us:.2f}".format(**rows[-1]))
     write_results(options.json, rows)
 
 
@@ -41,16 +42,22 @@ def pool_size(name: str, slots: int) -> dict[str, Any]:
 
 
 def dispatch(turns: int) -> dict[str, Any]:
-    """Host time of one eager call, in runs too short to fill the queue."""
+    """Host time of an eager call, and of torch's simplest one, too few at a time to queue up."""
     sites, plan, x, y = _step(SITES["qkv"], ADAPTERS, 1)
+    us = _host_us(lambda: lora_apply_(y, x, sites[0], plan), turns)
+    add_us = _host_us(lambda: y.add_(y), turns)
+    return {"figure": "dispatch", "site": "qkv", "slots": ADAPTERS, "us": us, "add_us": add_us}
+
+
+def _host_us(call: Callable[[], Any], turns: int, run: int = 100) -> float:
     times = []
-    for _ in range(turns // 100):
+    for _ in range(turns // run):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(100):
-            lora_apply_(y, x, sites[0], plan)
-        times.append((time.perf_counter() - start) * 1e4)
-    return {"figure": "dispatch", "site": "qkv", "slots": ADAPTERS, "us": round(median(times), 2)}
+        for _ in range(run):
+            call()
+        times.append((time.perf_counter() - start) / run * 1e6)
+    return round(median(times), 2)
 
 
 def _step(shape: SiteShape, slots: int, layers: int) -> tuple[Any, StepPlan, Any, Any]:

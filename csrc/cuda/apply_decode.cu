@@ -146,7 +146,8 @@ bool apply_decode_serves(const ApplyArgs& args) {
   if (parts > kMaxParts) return false;
   const int blocks = site.max_rank <= 16 && decode_steps(site.in_features) <= 4 ? 2 : 1;
   const int64_t clusters = count_column_ctas(site, parts * kDecodeWarps * blocks * kBlockColumns);
-  return max_decode_tiles(args.shrink.rows, site.num_slots) * clusters * parts <= multiprocessors();
+  return max_decode_tiles(args.shrink.rows, site.num_slots) * clusters * parts <=
+         current_device().multiprocessors;
 }
 
 int apply_decode(const ApplyArgs& args, void* stream) {

@@ -146,13 +146,11 @@ class BColumns {
   uint4 values_[kBlocks][kTiles][kVectors];
 };
 
-// Four values of a row of h from rank `rank` on, rounded to T, zeros from rank `end` on.
+// Four values of a row of h rounded to T, zeros in place of all but the first `left`.
 template <typename T>
-__device__ inline uint2 load_hidden(const float* h, int rank, int end) {
-  const int left = end - rank;
-  if (left <= 0) return {};
-  const float4 f = *reinterpret_cast<const float4*>(h + rank);
-  return {pack2<T>(f.x, left > 1 ? f.y : 0.f), pack2<T>(left > 2 ? f.z : 0.f, left > 3 ? f.w : 0.f)};
+__device__ inline uint2 pack_hidden(float4 h, int left) {
+  return {pack2<T>(left > 0 ? h.x : 0.f, left > 1 ? h.y : 0.f),
+          pack2<T>(left > 2 ? h.z : 0.f, left > 3 ? h.w : 0.f)};
 }
 
 // Eight neighbours of a row of y with the delta added, rounded once: `sums` of their block, of which a lane

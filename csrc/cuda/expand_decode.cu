@@ -50,8 +50,11 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     if (kIsLong && first_rank > 0) b.load(weights, warp_column, width, first_rank);
     uint2 hidden[kGroups];
 #pragma unroll
-    for (int q = 0; q < kGroups; ++q)
-      hidden[q] = load_hidden<T>(h, first_rank + first_rank_of_lane<kGroups>(q, t), end);
+    for (int q = 0; q < kGroups; ++q) {
+      const int rank = first_rank + first_rank_of_lane<kGroups>(q, t);
+      const float4 values = rank < end ? *reinterpret_cast<const float4*>(h + rank) : float4{};
+      hidden[q] = pack_hidden<T>(values, end - rank);
+    }
     b.arrange();
 #pragma unroll
     for (int q = 0; q < kGroups; ++q) b.multiply(q, hidden[q], sums);
@@ -82,7 +85,7 @@ int expand(const ExpandArgs& args, void* stream) {
 
 bool expand_serves(const ExpandArgs& args) {
   const Site& site = args.site;
-  if (!is_half(site.dtype) || compute_capability() < 90) return false;
+  if (!is_half(site.dtype) || current_device().capability < 90) return false;
   static const bool is_compiled = is_compiled_for_sm90(expand_decode_kernel<__half, 1, 2, 5, false>);
   bool whole_vectors = site.max_rank % 8 == 0 && is_aligned(args.y, args.y_stride, site.dtype) &&
                        reinterpret_cast<uintptr_t>(args.h) % 16 == 0;

@@ -104,14 +104,25 @@ __global__ void __launch_bounds__(num_warps(kGroups) * kLanes, kCtas)
   for (int pass = 0; pass < kAhead; ++pass) ask_for_y(pass);
   const int ranks = hidden_ranks<kGroups, kIsLong>(args.site.max_rank);
   const int pitch = ranks + hidden_padding(kGroups);
-#pragma unroll 2
-  for (int i = threadIdx.x * 4; i < tile.count * ranks; i += kThreads * 4) {
-    const int row = i / ranks;
-    const int rank = i % ranks;
-    const int64_t from = row_index[row] * args.site.num_slices + columns.slice;
-    const uint2 hidden =
-        load_hidden<T>(args.h + from * args.site.max_rank, rank, row_index[row] < 0 ? 0 : weights.rank);
-    *reinterpret_cast<uint2*>(h_tile + row * pitch + rank) = hidden;
+  constexpr int kVectors = kPrefillRows * kRanks / 4 / kThreads;
+  for (int first_rank = 0; first_rank < ranks; first_rank += kRanks) {
+    float4 hidden[kVectors];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int row = (threadIdx.x + i * kThreads) / (kRanks / 4);
+      const int rank = first_rank + threadIdx.x % (kRanks / 4) * 4;
+      const bool present = row < tile.count && row_index[row] >= 0 && rank < weights.rank;
+      const float* const h =
+          args.h + (row_index[row] * args.site.num_slices + columns.slice) * args.site.max_rank;
+      hidden[i] = present ? *reinterpret_cast<const float4*>(h + rank) : float4{};
+    }
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int row = (threadIdx.x + i * kThreads) / (kRanks / 4);
+      const int rank = first_rank + threadIdx.x % (kRanks / 4) * 4;
+      *reinterpret_cast<uint2*>(h_tile + row * pitch + rank) = pack_hidden<T>(hidden[i], weights.rank - rank);
+    }
+    if (!kIsLong) break;
   }
   b.arrange();
   __syncthreads();

@@ -33,20 +33,26 @@ bool fits_grid(const Args& args) {
   return max_decode_tiles(args.rows, num_slots) + max_prefill_tiles(args.rows, num_slots) <= 65535;
 }
 
-// The current device's compute capability, 90 for sm_90.
-inline int compute_capability() {
-  int device = 0, major = 0, minor = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  return 10 * major + minor;
-}
+// Of the current device.
+struct Device {
+  int capability;  // 90 for sm_90
+  int multiprocessors;
+};
 
-inline int multiprocessors() {
-  int device = 0, count = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
+inline Device current_device() {
+  thread_local int known = -1;
+  thread_local Device device;
+  int index = 0;
+  cudaGetDevice(&index);
+  if (index != known) {
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
+    cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, index);
+    device.capability = 10 * major + minor;
+    known = index;
+  }
+  return device;
 }
 
 // Whether `kernel` as it runs on this device was compiled for sm_90 or later, whose instructions the tuned

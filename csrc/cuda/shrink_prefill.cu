@@ -249,8 +249,8 @@ int launch_shrink(const ShrinkArgs& args, int64_t groups, void* stream) {
 template <typename T, int kGroups>
 int launch_shrink(const ShrinkArgs& args, int64_t groups, void* stream) {
   const int64_t ctas = kParts * max_prefill_tiles(args.rows, args.site.num_slots) * ceil_div(groups, kGroups);
-  return ctas <= 2 * multiprocessors() ? launch_shrink<T, kGroups, 1>(args, groups, stream)
-                                       : launch_shrink<T, kGroups, 2>(args, groups, stream);
+  return ctas <= 2 * current_device().multiprocessors ? launch_shrink<T, kGroups, 1>(args, groups, stream)
+                                                      : launch_shrink<T, kGroups, 2>(args, groups, stream);
 }
 
 // The ranks of all slices in one CTA where they fit, so that x is read once.
@@ -271,7 +271,8 @@ bool shrink_prefill_serves(const ShrinkArgs& args) {
 #ifdef LORAMUX_SM90A
   const Site& site = args.site;
   return is_half(site.dtype) && site.in_features % 8 == 0 && site.in_features < 1 << 30 &&
-         is_aligned(args.x, args.x_stride, site.dtype) && fits_grid(args) && compute_capability() == 90;
+         is_aligned(args.x, args.x_stride, site.dtype) && fits_grid(args) &&
+         current_device().capability == 90;
 #else
   (void)args;
   return false;  // no code for sm_90a was compiled
