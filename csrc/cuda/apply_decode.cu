@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kDecodeThreads) apply_decode_kernel(const __gr
   }
   b.arrange();
   wait_for_phase(&arrived, 0);
-  float sums[kBlocks][kTiles][4] = {};
+  uint2 hidden[kGroups] = {};
 #pragma unroll
   for (int q = 0; q < kGroups; ++q) {
     const int rank = first_rank_of_lane<kGroups>(q, t);
@@ -99,9 +99,15 @@ __global__ void __launch_bounds__(kDecodeThreads) apply_decode_kernel(const __gr
     for (int p = 0; p < kMaxParts; ++p) {
       if (p < args.parts) h = add(h, *reinterpret_cast<const float4*>(&received[p][g][rank]));
     }
-    b.multiply(q, {pack2<T>(h.x, h.y), pack2<T>(h.z, h.w)}, sums);
+    hidden[q] = {pack2<T>(h.x, h.y), pack2<T>(h.z, h.w)};
   }
-  y.add_and_store(sums, weights.scale);
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+    float sums[kTiles][4] = {};
+#pragma unroll
+    for (int q = 0; q < kGroups; ++q) b.multiply(n, q, hidden[q], sums);
+    y.add_and_store(n, sums, weights.scale);
+  }
 #endif
 }
 

@@ -100,21 +100,19 @@ class BColumns {
     }
   }
 
-  // Adds B times group q of 8 rows of h: hidden holds four ranks of row g, from first_rank_of_lane on.
-  __device__ void multiply(int q, uint2 hidden, float (&sums)[kBlocks][kTiles][4]) const {
+  // Adds B of block n times group q of 8 rows of h: hidden holds four ranks of row g, from first_rank_of_lane
+  // on.
+  __device__ void multiply(int n, int q, uint2 hidden, float (&sums)[kTiles][4]) const {
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        if constexpr (kGroups == 1) {
-          const uint4 v = values_[n][i][0];
-          mma<T>(sums[n][i], v.x, v.z, v.y, v.w, hidden.x, hidden.y);
-        } else {
-          const uint4 even = values_[n][i][q / 2 * 2];
-          const uint4 odd = values_[n][i][q / 2 * 2 + 1];
-          if (q % 2 == 0) mma<T>(sums[n][i], even.x, odd.x, even.y, odd.y, hidden.x, hidden.y);
-          if (q % 2 == 1) mma<T>(sums[n][i], even.z, odd.z, even.w, odd.w, hidden.x, hidden.y);
-        }
+    for (int i = 0; i < kTiles; ++i) {
+      if constexpr (kGroups == 1) {
+        const uint4 v = values_[n][i][0];
+        mma<T>(sums[i], v.x, v.z, v.y, v.w, hidden.x, hidden.y);
+      } else {
+        const uint4 even = values_[n][i][q / 2 * 2];
+        const uint4 odd = values_[n][i][q / 2 * 2 + 1];
+        if (q % 2 == 0) mma<T>(sums[i], even.x, odd.x, even.y, odd.y, hidden.x, hidden.y);
+        if (q % 2 == 1) mma<T>(sums[i], even.z, odd.z, even.w, odd.w, hidden.x, hidden.y);
       }
     }
   }
@@ -186,14 +184,12 @@ class YRows {
     }
   }
 
-  __device__ void add_and_store(const float (&sums)[kBlocks][kTiles][4], float factor) {
+  // sums: of block n.
+  __device__ void add_and_store(int n, const float (&sums)[kTiles][4], float factor) {
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint4 sum = add_delta<T>(values_[r][n], sums[n], r, factor * scale_[r]);
-        if (present_[r][n]) store16(y_[r] + n * kBlockColumns, sum);
-      }
+    for (int r = 0; r < 2; ++r) {
+      const uint4 sum = add_delta<T>(values_[r][n], sums, r, factor * scale_[r]);
+      if (present_[r][n]) store16(y_[r] + n * kBlockColumns, sum);
     }
   }
 

@@ -4,6 +4,8 @@
 // Floor: 2 bytes x rank x width of each adapter's slice, and y read and written, over 4.2 TB/s; gate_up at
 // rank 16 takes 7.9 us for 32 rows of 32 adapters. B goes to registers in 16-byte loads, h comes from L2, y
 // in whole 128-byte lines.
+#include <algorithm>
+
 #include "cuda/columns.cuh"
 #include "cuda/common.cuh"
 #include "cuda/kernels.h"
@@ -17,59 +19,69 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kLanes;
 
-// Grid: (blocks of columns of each slice; decode tiles). A warp holds B of kBlocks blocks of columns and
+// Grid: (blocks of columns of each slice; CTAs that go through the decode tiles, as many as the chip holds:
+// of a plan with few tiles the rest would come in vain). A warp holds B of kBlocks blocks of columns and
 // kGroups groups of ranks; ranks past those if kIsLong. kCtas: CTAs that an SM must hold at a time.
 template <typename T, int kGroups, int kBlocks, int kCtas, bool kIsLong>
 __global__ void __launch_bounds__(kThreads, kCtas)
     expand_decode_kernel(const __grid_constant__ ExpandArgs args) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kRanks = kGroups * kGroupRanks;
+  static_assert(!kIsLong || kBlocks == 1);
   let_next_kernel_start();
-  TileRows tile;
-  if (!find_tile(args.plan, TileKind::decode, blockIdx.y, &tile)) return leave_idle();
   const ColumnRange columns = find_columns(args.site, blockIdx.x, kWarps * kBlocks * kBlockColumns);
-  const SliceWeights<T> weights = find_slice<T>(args.site, tile.slot, columns.slice);
-  if (weights.rank == 0 || weights.stride % 8 != 0) return leave_idle();
-
   const int g = threadIdx.x % kLanes / 4;
   const int t = threadIdx.x % 4;
   const Slice& slice = args.site.slices[columns.slice];
   const int width = static_cast<int>(slice.width);
   const int warp_column = columns.first + threadIdx.x / kLanes * kBlocks * kBlockColumns;
-  BColumns<T, kGroups, kBlocks> b;
-  b.load(weights, warp_column, width, 0);
-  const TileRow row = find_row(args.plan, tile, g, args.rows);
-  const float* const h = args.h + (row.index * args.site.num_slices + columns.slice) * args.site.max_rank;
-  const int end = row.index < 0 ? 0 : weights.rank;
-  wait_for_earlier_kernels();
-  YRows<T, kBlocks> y;
-  y.load(row, static_cast<T*>(args.y) + slice.offset, args.y_stride, warp_column + 8 * g, width);
-  float sums[kBlocks][kTiles][4] = {};
+  TileRows tile;
 #pragma unroll 1
-  for (int first_rank = 0; first_rank < weights.rank; first_rank += kRanks) {
-    if (kIsLong && first_rank > 0) b.load(weights, warp_column, width, first_rank);
-    uint2 hidden[kGroups];
+  for (int index = blockIdx.y; find_tile(args.plan, TileKind::decode, index, &tile); index += gridDim.y) {
+    const SliceWeights<T> weights = find_slice<T>(args.site, tile.slot, columns.slice);
+    if (weights.rank == 0 || weights.stride % 8 != 0) continue;
+    BColumns<T, kGroups, kBlocks> b;
+    b.load(weights, warp_column, width, 0);
+    const TileRow row = find_row(args.plan, tile, g, args.rows);
+    wait_for_earlier_kernels();
+    YRows<T, kBlocks> y;
+    y.load(row, static_cast<T*>(args.y) + slice.offset, args.y_stride, warp_column + 8 * g, width);
+    const float* const h = args.h + (row.index * args.site.num_slices + columns.slice) * args.site.max_rank;
+    const int end = row.index < 0 ? 0 : weights.rank;
+    float sums[kBlocks][kTiles][4] = {};
+#pragma unroll 1
+    for (int first_rank = 0; first_rank < weights.rank; first_rank += kRanks) {
+      if (kIsLong && first_rank > 0) b.load(weights, warp_column, width, first_rank);
+      uint2 hidden[kGroups];
 #pragma unroll
-    for (int q = 0; q < kGroups; ++q) {
-      const int rank = first_rank + first_rank_of_lane<kGroups>(q, t);
-      const float4 values = rank < end ? *reinterpret_cast<const float4*>(h + rank) : float4{};
-      hidden[q] = pack_hidden<T>(values, end - rank);
+      for (int q = 0; q < kGroups; ++q) {
+        const int rank = first_rank + first_rank_of_lane<kGroups>(q, t);
+        const float4 values = rank < end ? *reinterpret_cast<const float4*>(h + rank) : float4{};
+        hidden[q] = pack_hidden<T>(values, end - rank);
+      }
+      b.arrange();
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int q = 0; q < kGroups; ++q) b.multiply(n, q, hidden[q], sums[n]);
+        if (!kIsLong) y.add_and_store(n, sums[n], weights.scale);
+      }
+      if (!kIsLong) break;
     }
-    b.arrange();
-#pragma unroll
-    for (int q = 0; q < kGroups; ++q) b.multiply(q, hidden[q], sums);
-    if (!kIsLong) break;
+    if (kIsLong) y.add_and_store(0, sums[0], weights.scale);
   }
-  y.add_and_store(sums, weights.scale);
+  leave_idle();
 #endif
 }
 
 template <typename T, int kGroups, int kBlocks, int kCtas, bool kIsLong>
 int launch_expand(const ExpandArgs& args, void* stream) {
-  const dim3 grid(count_column_ctas(args.site, kWarps * kBlocks * kBlockColumns),
-                  max_decode_tiles(args.rows, args.site.num_slots));
-  return launch(expand_decode_kernel<T, kGroups, kBlocks, kCtas, kIsLong>, grid, kThreads, 1, stream, 0,
-                args);
+  const int64_t ctas = count_column_ctas(args.site, kWarps * kBlocks * kBlockColumns);
+  const int64_t tiles = max_decode_tiles(args.rows, args.site.num_slots);
+  const int64_t tiles_at_once = std::max<int64_t>(kCtas * current_device().multiprocessors / ctas, 1);
+  const int64_t rounds = ceil_div(tiles, tiles_at_once);
+  return launch(expand_decode_kernel<T, kGroups, kBlocks, kCtas, kIsLong>,
+                dim3(ctas, ceil_div(tiles, rounds)), kThreads, 1, stream, 0, args);
 }
 
 // Beyond rank 16 B leaves registers for one block.

@@ -148,7 +148,10 @@ __global__ void __launch_bounds__(num_warps(kGroups) * kLanes, kCtas)
         }
       }
 #pragma unroll
-      for (int q = 0; q < kGroups; ++q) b.multiply(q, hidden[q], sums);
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int q = 0; q < kGroups; ++q) b.multiply(n, q, hidden[q], sums[n]);
+      }
       if (!kIsLong) break;
     }
     wait_for_copies<kAhead - 1>();
