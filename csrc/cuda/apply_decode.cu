@@ -111,6 +111,21 @@ __global__ void __launch_bounds__(kDecodeThreads) apply_decode_kernel(const __gr
 #endif
 }
 
+// Blocks of columns a warp: one where A or B of two would take too many registers.
+int blocks_of_warp(const Site& site) {
+  return site.max_rank <= 16 && decode_steps(site.in_features) <= 4 ? 2 : 1;
+}
+
+int rank_parts(const Site& site) {
+  return site.max_rank <= 32 ? 1 : 2;
+}
+
+dim3 grid_of(const Site& site, int64_t rows) {
+  const int cluster = decode_parts(site.in_features) * rank_parts(site);
+  const int columns = cluster * kDecodeWarps * blocks_of_warp(site) * kBlockColumns;
+  return dim3(cluster * count_column_ctas(site, columns), max_decode_tiles(rows, site.num_slots));
+}
+
 template <typename T, int kGroups, int kRankParts, int kSteps, int kBlocks>
 int launch_apply(const ApplyArgs& apply, void* stream) {
   const ShrinkArgs& shrink = apply.shrink;
@@ -123,37 +138,31 @@ int launch_apply(const ApplyArgs& apply, void* stream) {
                      shrink.rows,
                      decode_parts(shrink.site.in_features),
                      decode_steps(shrink.site.in_features)};
-  const int cluster = args.parts * kRankParts;
-  const int64_t clusters = count_column_ctas(args.site, cluster * kDecodeWarps * kBlocks * kBlockColumns);
-  const dim3 grid(cluster * clusters, max_decode_tiles(args.rows, args.site.num_slots));
-  return launch(apply_decode_kernel<T, kGroups, kRankParts, kSteps, kBlocks>, grid, kDecodeThreads, cluster,
-                stream, 0, args);
+  return launch(apply_decode_kernel<T, kGroups, kRankParts, kSteps, kBlocks>, grid_of(args.site, args.rows),
+                kDecodeThreads, args.parts * kRankParts, stream, 0, args);
 }
 
 template <typename T>
 int apply(const ApplyArgs& args, void* stream) {
   const Site& site = args.shrink.site;
+  if (site.max_rank > 32) return launch_apply<T, 4, 2, 4, 1>(args, stream);
   const bool is_long = decode_steps(site.in_features) > 4;
-  if (site.max_rank <= 16)
-    return is_long ? launch_apply<T, 1, 1, 8, 1>(args, stream) : launch_apply<T, 1, 1, 4, 2>(args, stream);
-  if (site.max_rank <= 32)
+  if (site.max_rank > 16)
     return is_long ? launch_apply<T, 2, 1, 8, 1>(args, stream) : launch_apply<T, 2, 1, 4, 1>(args, stream);
-  return launch_apply<T, 4, 2, 4, 1>(args, stream);
+  return is_long ? launch_apply<T, 1, 1, 8, 1>(args, stream) : launch_apply<T, 1, 1, 4, 2>(args, stream);
 }
 
 }  // namespace
 
+// Measured on an H200 (bench/NOTES.md): faster than two kernels while an SM has no more than one of its CTAs.
 bool apply_decode_serves(const ApplyArgs& args) {
   const Site& site = args.shrink.site;
-  if (site.max_rank > 64 || decode_steps(site.in_features) > 8 || !shrink_decode_serves(args.shrink) ||
-      !expand_serves(args.expand))
+  if (site.max_rank > 64 || decode_steps(site.in_features) > 8 ||
+      decode_parts(site.in_features) * rank_parts(site) > kMaxParts)
     return false;
-  const int parts = decode_parts(site.in_features) * (site.max_rank > 32 ? 2 : 1);
-  if (parts > kMaxParts) return false;
-  const int blocks = site.max_rank <= 16 && decode_steps(site.in_features) <= 4 ? 2 : 1;
-  const int64_t clusters = count_column_ctas(site, parts * kDecodeWarps * blocks * kBlockColumns);
-  return max_decode_tiles(args.shrink.rows, site.num_slots) * clusters * parts <=
-         current_device().multiprocessors;
+  const dim3 grid = grid_of(site, args.shrink.rows);
+  return int64_t{grid.x} * grid.y <= current_device().multiprocessors && shrink_decode_serves(args.shrink) &&
+         expand_serves(args.expand);
 }
 
 int apply_decode(const ApplyArgs& args, void* stream) {

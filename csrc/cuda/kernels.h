@@ -24,8 +24,9 @@ bool apply_decode_serves(const ApplyArgs& args);
 int shrink_decode(const ShrinkArgs& args, void* stream);
 int shrink_prefill(const ShrinkArgs& args, void* stream);
 int expand_decode(const ExpandArgs& args, void* stream);
-int expand_prefill(const ExpandArgs& args, bool with_decode,
-                   void* stream);                       // with_decode: tiles of both kinds
-int apply_decode(const ApplyArgs& args, void* stream);  // of plans without prefill tiles
+// with_decode: tiles of both kinds.
+int expand_prefill(const ExpandArgs& args, bool with_decode, void* stream);
+// Both halves in one launch, where no plan of these rows has prefill tiles.
+int apply_decode(const ApplyArgs& args, void* stream);
 
 }  // namespace loramux

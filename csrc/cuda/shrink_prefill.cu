@@ -17,7 +17,7 @@ namespace loramux {
 namespace {
 
 constexpr int kThreads = 128;  // one warpgroup, one tile
-constexpr int kTileK = 64;     // elements of K in a stage: 128 bytes a row
+constexpr int kTileK = 64;     // elements of K in a tile: 128 bytes a row
 constexpr int kParts = 4;      // of K
 constexpr int kVectors = kTileK / 8;
 constexpr int kRowStep = kThreads / kVectors;  // rows that the threads load at once, 2 KB of a tile
@@ -29,10 +29,14 @@ __host__ __device__ constexpr int a_bytes(int groups) {
   return groups * kGroupRanks * kTileK * 2;
 }
 
-// Of each tile.
+// Tiles of K in a stage: two where they are small, so that there are half as many stages to wait for.
+__host__ __device__ constexpr int tiles_of_stage(int groups) {
+  return groups <= 4 ? 2 : 1;
+}
+
 __host__ __device__ constexpr int num_stages(int groups) {
-  const int stages = kRingBytes / (kTileBytes + a_bytes(groups));
-  return stages < 8 ? stages : 8;
+  const int stages = kRingBytes / (tiles_of_stage(groups) * (kTileBytes + a_bytes(groups)));
+  return stages < 5 ? stages : 5;
 }
 
 // One group of 16 ranks of one slice.
@@ -51,7 +55,9 @@ __global__ void __launch_bounds__(kOwn* kThreads)
     shrink_prefill_kernel(const __grid_constant__ ShrinkArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kStages = num_stages(kGroups);
-  constexpr int kStageBytes = kOwn * (kTileBytes + a_bytes(kGroups));
+  constexpr int kTilesOfStage = tiles_of_stage(kGroups);
+  constexpr int kPlaceBytes = kOwn * (kTileBytes + a_bytes(kGroups));  // of one tile of K
+  constexpr int kStageBytes = kTilesOfStage * kPlaceBytes;
   constexpr int kColumns = kGroups * kGroupRanks;
   constexpr int kBlockColumns = kGroups % 4 == 0 ? 64 : 16;  // of one multiplication
   constexpr int kCluster = kParts / kOwn;
@@ -107,7 +113,14 @@ __global__ void __launch_bounds__(kOwn* kThreads)
   const int all_tiles = (in_features + kTileK - 1) / kTileK;
   const int tiles_of_part = (all_tiles + kParts - 1) / kParts;
   const int first_tile = blockIdx.x * kOwn * tiles_of_part;
-  const int tiles = max(min(kOwn * tiles_of_part, all_tiles - first_tile), 0);
+  const int steps_of_part = (tiles_of_part + kTilesOfStage - 1) / kTilesOfStage;
+  const int steps = kOwn * steps_of_part;
+  // Where this thread's vector of a step's tile lies in K; past the part's end: in_features.
+  const auto find_k = [&](int step, int tile) {
+    const int part = kOwn > 1 && step >= steps_of_part ? 1 : 0;
+    const int at = (step - part * steps_of_part) * kTilesOfStage + tile;
+    return at < tiles_of_part ? (first_tile + part * tiles_of_part + at) * kTileK + vector * 8 : in_features;
+  };
   const T* x_rows[kPrefillRows / kRowStep];
 #pragma unroll
   for (int j = 0; j < kPrefillRows / kRowStep; ++j) {
@@ -120,25 +133,31 @@ __global__ void __launch_bounds__(kOwn* kThreads)
     copy16_async(to, present ? row + k : args.x, present);
   };
   const uint32_t place = swizzled(lane_row, vector);
-  const auto load_x = [&](int tile) {
-    const uint32_t to = ring + tile % kStages * kStageBytes + own * kTileBytes + place;
-    const int k = (first_tile + tile) * kTileK + vector * 8;
+  const auto load_x = [&](int step) {
 #pragma unroll
-    for (int j = 0; j < kPrefillRows / kRowStep; ++j) copy(to + j * kRowStep * 128, x_rows[j], k);
+    for (int tile = 0; tile < kTilesOfStage; ++tile) {
+      const uint32_t to = ring + step % kStages * kStageBytes + tile * kPlaceBytes + own * kTileBytes + place;
+      const int k = find_k(step, tile);
+#pragma unroll
+      for (int j = 0; j < kPrefillRows / kRowStep; ++j) copy(to + j * kRowStep * 128, x_rows[j], k);
+    }
   };
   const uint32_t a_place =
-      kOwn * kTileBytes + (is_shared ? 0 : own * a_bytes(kGroups));  // of this tile, in a stage
-  const auto load_a = [&](int tile) {
-    const uint32_t to = ring + tile % kStages * kStageBytes + a_place + place;
-    const int k = (first_tile + tile) * kTileK + vector * 8;
-    if (is_shared) {  // every other group
+      kOwn * kTileBytes + (is_shared ? 0 : own * a_bytes(kGroups));  // of this tile of rows
+  const auto load_a = [&](int step) {
 #pragma unroll
-      for (int q = 0; q < kGroups; q += 2) {
-        if (q + own < kGroups) copy(to + (q + own) * kRowStep * 128, a_rows[own][q + own][lane_row], k);
+    for (int tile = 0; tile < kTilesOfStage; ++tile) {
+      const uint32_t to = ring + step % kStages * kStageBytes + tile * kPlaceBytes + a_place + place;
+      const int k = find_k(step, tile);
+      if (is_shared) {  // every other group
+#pragma unroll
+        for (int q = 0; q < kGroups; q += 2) {
+          if (q + own < kGroups) copy(to + (q + own) * kRowStep * 128, a_rows[own][q + own][lane_row], k);
+        }
+      } else {
+#pragma unroll
+        for (int q = 0; q < kGroups; ++q) copy(to + q * kRowStep * 128, a_rows[own][q][lane_row], k);
       }
-    } else {
-#pragma unroll
-      for (int q = 0; q < kGroups; ++q) copy(to + q * kRowStep * 128, a_rows[own][q][lane_row], k);
     }
   };
 
@@ -146,35 +165,38 @@ __global__ void __launch_bounds__(kOwn* kThreads)
   // spare, of the one before, so that the last may still be under way.
   constexpr int kUnderWay = kStages > 4 ? 1 : 0;
   constexpr int kAhead = kStages - 1 - kUnderWay;
-  for (int tile = 0; tile < kAhead && tile < tiles; ++tile) load_a(tile);
+  for (int step = 0; step < kAhead && step < steps; ++step) load_a(step);
   wait_for_earlier_kernels();
-  for (int tile = 0; tile < kAhead; ++tile) {
-    if (tile < tiles) load_x(tile);
+  for (int step = 0; step < kAhead; ++step) {
+    if (step < steps) load_x(step);
     commit_copies();
   }
   float total[kColumns / 2];
 #pragma unroll
   for (int part = 0; part < kOwn; ++part) {
     float sums[kColumns / 2] = {};
-    for (int tile = part * tiles_of_part; tile < min((part + 1) * tiles_of_part, tiles); ++tile) {
+    for (int step = part * steps_of_part; step < (part + 1) * steps_of_part; ++step) {
       wait_for_copies<kAhead - 1>();
       wgmma_wait<kUnderWay>();  // the stage that is filled next has been used
       fence_shared_for_wgmma();
       __syncthreads();
-      if (tile + kAhead < tiles) {
-        load_x(tile + kAhead);
-        load_a(tile + kAhead);
+      if (step + kAhead < steps) {
+        load_x(step + kAhead);
+        load_a(step + kAhead);
       }
       commit_copies();
-      const uint32_t stage = ring + tile % kStages * kStageBytes;
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kTileK / 16; ++k) {
+      for (int tile = 0; tile < kTilesOfStage; ++tile) {
+        const uint32_t at = ring + step % kStages * kStageBytes + tile * kPlaceBytes;
 #pragma unroll
-        for (int n = 0; n < kColumns / kBlockColumns; ++n) {
-          Wgmma<T, kBlockColumns>::multiply(
-              sums + n * kBlockColumns / 2, tile_descriptor(stage + own * kTileBytes) + 2 * k,
-              tile_descriptor(stage + a_place + n * kBlockColumns * 128) + 2 * k);
+        for (int k = 0; k < kTileK / 16; ++k) {
+#pragma unroll
+          for (int n = 0; n < kColumns / kBlockColumns; ++n) {
+            Wgmma<T, kBlockColumns>::multiply(
+                sums + n * kBlockColumns / 2, tile_descriptor(at + own * kTileBytes) + 2 * k,
+                tile_descriptor(at + a_place + n * kBlockColumns * 128) + 2 * k);
+          }
         }
       }
       wgmma_commit();
@@ -234,7 +256,8 @@ __global__ void __launch_bounds__(kOwn* kThreads)
 template <typename T, int kGroups, int kOwn>
 int launch_shrink(const ShrinkArgs& args, int64_t groups, void* stream) {
   constexpr int kCluster = kParts / kOwn;
-  constexpr int kRing = num_stages(kGroups) * kOwn * (kTileBytes + a_bytes(kGroups));
+  constexpr int kRing =
+      num_stages(kGroups) * tiles_of_stage(kGroups) * kOwn * (kTileBytes + a_bytes(kGroups));
   static_assert(num_stages(kGroups) >= 3 && kRing >= kOwn * kPrefillRows * (kGroups * kGroupRanks + 4) * 4);
   const auto kernel = shrink_prefill_kernel<T, kGroups, kOwn>;
   const cudaError_t error =
