@@ -157,12 +157,11 @@ int apply(const ApplyArgs& args, void* stream) {
 // Measured on an H200 (bench/NOTES.md): faster than two kernels while an SM has no more than one of its CTAs.
 bool apply_decode_serves(const ApplyArgs& args) {
   const Site& site = args.shrink.site;
-  if (site.max_rank > 64 || decode_steps(site.in_features) > 8 ||
-      decode_parts(site.in_features) * rank_parts(site) > kMaxParts)
+  if (!shrink_decode_serves(args.shrink) || !expand_serves(args.expand) || site.max_rank > 64 ||
+      decode_steps(site.in_features) > 8 || decode_parts(site.in_features) * rank_parts(site) > kMaxParts)
     return false;
   const dim3 grid = grid_of(site, args.shrink.rows);
-  return int64_t{grid.x} * grid.y <= current_device().multiprocessors && shrink_decode_serves(args.shrink) &&
-         expand_serves(args.expand);
+  return int64_t{grid.x} * grid.y <= current_device().multiprocessors;
 }
 
 int apply_decode(const ApplyArgs& args, void* stream) {

@@ -15,15 +15,16 @@
 namespace loramux {
 namespace {
 
-constexpr int kAhead = 4;  // passes of y under way
+constexpr int kAhead = 4;                          // passes of y under way
+constexpr int kTilePasses = kPrefillRows / kRows;  // of a full tile
 
 // Warps to a CTA: h of a tile is made anew for each.
 __host__ __device__ constexpr int num_warps(int groups) {
   return groups < 4 ? 4 : 8;
 }
 
-__host__ __device__ constexpr int ring_vectors(int groups, int blocks) {
-  return kAhead * 2 * blocks * num_warps(groups) * kLanes;
+__host__ __device__ constexpr int ring_vectors(int groups) {
+  return kAhead * 2 * num_warps(groups) * kLanes;
 }
 
 // Ranks of h in shared memory, all of them, and the elements that keep the rows which lanes read at a time
@@ -38,42 +39,58 @@ __host__ __device__ constexpr int hidden_padding(int groups) {
   return groups < 4 ? 0 : 32;
 }
 
-// Grid: (blocks of columns of each slice; decode tiles, then prefill tiles). A warp holds B of kBlocks blocks
-// of columns and kGroups groups of ranks; ranks past those if kIsLong. kCtas: CTAs that an SM must hold at a
-// time.
-template <typename T, int kGroups, int kBlocks, int kCtas, bool kIsLong>
+// Grid: (blocks of columns of each slice; decode tiles, then prefill tiles, kOwn to a CTA). A warp holds B of
+// one block of columns and kGroups groups of ranks, which tiles of one slot share; ranks past those if
+// kIsLong. kCtas: CTAs that an SM must hold at a time.
+template <typename T, int kGroups, int kOwn, int kCtas, bool kIsLong>
 __global__ void __launch_bounds__(num_warps(kGroups) * kLanes, kCtas)
     expand_prefill_kernel(const __grid_constant__ ExpandArgs args, int decode_tiles) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kRanks = kGroups * kGroupRanks;
-  constexpr int kWarps = num_warps(kGroups);
-  constexpr int kThreads = kWarps * kLanes;
-  extern __shared__ uint4 ring[];  // y: [pass % kAhead][row of a lane][block][place]; then h
-  __shared__ int64_t row_index[kPrefillRows];
-  __shared__ float row_factor[kPrefillRows];
-  T* const h_tile = reinterpret_cast<T*>(ring + ring_vectors(kGroups, kBlocks));
+  constexpr int kThreads = num_warps(kGroups) * kLanes;
+  constexpr int kOwnRows = kOwn * kPrefillRows;
+  extern __shared__ uint4 ring[];  // y: [pass % kAhead][row of a lane][place]; then h
+  __shared__ SliceWeights<T> own_weights[kOwn];
+  __shared__ int64_t row_index[kOwnRows];  // -1: no row
+  __shared__ float row_factor[kOwnRows];
+  T* const h_tiles = reinterpret_cast<T*>(ring + ring_vectors(kGroups));
   let_next_kernel_start();
-  const int index = static_cast<int>(blockIdx.y);
-  const bool is_decode = index < decode_tiles;
-  TileRows tile;
-  if (!find_tile(args.plan, is_decode ? TileKind::decode : TileKind::prefill,
-                 is_decode ? index : index - decode_tiles, &tile))
-    return leave_idle();
-  const ColumnRange columns = find_columns(args.site, blockIdx.x, kWarps * kBlocks * kBlockColumns);
-  const SliceWeights<T> weights = find_slice<T>(args.site, tile.slot, columns.slice);
-  if (weights.rank == 0 || weights.stride % 8 != 0) return leave_idle();
+  const ColumnRange columns = find_columns(args.site, blockIdx.x, num_warps(kGroups) * kBlockColumns);
+  TileRows tiles[kOwn];
+  SliceWeights<T> weights{};  // of the first tile that has any
+  int passes = 0;             // up to the last row
+#pragma unroll
+  for (int own = 0; own < kOwn; ++own) {
+    const int index = static_cast<int>(blockIdx.y) * kOwn + own;
+    const bool is_decode = index < decode_tiles;
+    TileRows& tile = tiles[own];
+    SliceWeights<T> found{};
+    if (find_tile(args.plan, is_decode ? TileKind::decode : TileKind::prefill,
+                  is_decode ? index : index - decode_tiles, &tile))
+      found = find_slice<T>(args.site, tile.slot, columns.slice);
+    if (found.rank == 0 || found.stride % 8 != 0) {
+      found = {};
+      tile = {};
+    } else {
+      if (passes == 0) weights = found;
+      passes = own * kTilePasses + (tile.count + kRows - 1) / kRows;
+    }
+    if (threadIdx.x == 0) own_weights[own] = found;
+  }
+  if (passes == 0) return leave_idle();
 
   const int g = threadIdx.x % kLanes / 4;
   const int t = threadIdx.x % 4;
   const Slice& slice = args.site.slices[columns.slice];
   const int width = static_cast<int>(slice.width);
-  const int warp_column = columns.first + threadIdx.x / kLanes * kBlocks * kBlockColumns;
-  BColumns<T, kGroups, kBlocks> b;
+  const int warp_column = columns.first + threadIdx.x / kLanes * kBlockColumns;
+  BColumns<T, kGroups, 1> b;
   b.load(weights, warp_column, width, 0);
-  if (threadIdx.x < kPrefillRows) {
-    const TileRow row = find_row(args.plan, tile, threadIdx.x, args.rows);
+  if (threadIdx.x < kOwnRows) {
+    const TileRows& tile = threadIdx.x < kPrefillRows ? tiles[0] : tiles[kOwn - 1];
+    const TileRow row = find_row(args.plan, tile, threadIdx.x % kPrefillRows, args.rows);
     row_index[threadIdx.x] = row.index;
-    row_factor[threadIdx.x] = weights.scale * row.scale;
+    row_factor[threadIdx.x] = row.scale;
   }
   __syncthreads();
   wait_for_earlier_kernels();
@@ -81,22 +98,18 @@ __global__ void __launch_bounds__(num_warps(kGroups) * kLanes, kCtas)
   // A lane's place in the ring. The 128 bytes of one row are neighbours, turned so that the lanes which read
   // at a time meet in no bank.
   const int place = threadIdx.x / kLanes * kLanes + 8 * t + (g ^ 2 * t);
-  const auto slot = [&](int pass, int r, int n) {
-    return &ring[((pass % kAhead * 2 + r) * kBlocks + n) * kThreads + place];
-  };
+  const auto slot = [&](int pass, int r) { return &ring[(pass % kAhead * 2 + r) * kThreads + place]; };
   const int column = warp_column + 8 * g;
   T* const y = static_cast<T*>(args.y) + slice.offset + column;
+  // The row of y that a lane adds to in a pass, -1 for none.
+  const auto find_y = [&](int pass, int r) {
+    return pass < passes && column < width ? row_index[pass * kRows + 2 * t + r] : -1;
+  };
   const auto ask_for_y = [&](int pass) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = pass * kRows + 2 * t + r;
-      const int64_t at = row < tile.count ? row_index[row] : -1;
-#pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-        if (at >= 0 && column + n * kBlockColumns < width) {
-          copy16_async(shared_address(slot(pass, r, n)), y + at * args.y_stride + n * kBlockColumns, true);
-        }
-      }
+      const int64_t row = find_y(pass, r);
+      if (row >= 0) copy16_async(shared_address(slot(pass, r)), y + row * args.y_stride, true);
     }
     commit_copies();
   };
@@ -104,33 +117,39 @@ __global__ void __launch_bounds__(num_warps(kGroups) * kLanes, kCtas)
   for (int pass = 0; pass < kAhead; ++pass) ask_for_y(pass);
   const int ranks = hidden_ranks<kGroups, kIsLong>(args.site.max_rank);
   const int pitch = ranks + hidden_padding(kGroups);
-  constexpr int kVectors = kPrefillRows * kRanks / 4 / kThreads;
-  for (int first_rank = 0; first_rank < ranks; first_rank += kRanks) {
-    float4 hidden[kVectors];
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int row = (threadIdx.x + i * kThreads) / (kRanks / 4);
+#pragma unroll 1
+  for (int own = 0; own < kOwn; ++own) {
+    constexpr int kVectors = kPrefillRows * kRanks / 4 / kThreads;
+    const int rank_end = own_weights[own].rank;
+#pragma unroll 1
+    for (int first_rank = 0; first_rank < ranks; first_rank += kRanks) {
       const int rank = first_rank + threadIdx.x % (kRanks / 4) * 4;
-      const bool present = row < tile.count && row_index[row] >= 0 && rank < weights.rank;
-      const float* const h =
-          args.h + (row_index[row] * args.site.num_slices + columns.slice) * args.site.max_rank;
-      hidden[i] = present ? *reinterpret_cast<const float4*>(h + rank) : float4{};
-    }
+      float4 hidden[kVectors];
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int row = (threadIdx.x + i * kThreads) / (kRanks / 4);
-      const int rank = first_rank + threadIdx.x % (kRanks / 4) * 4;
-      *reinterpret_cast<uint2*>(h_tile + row * pitch + rank) = pack_hidden<T>(hidden[i], weights.rank - rank);
+      for (int i = 0; i < kVectors; ++i) {
+        const int64_t row = row_index[own * kPrefillRows + (threadIdx.x + i * kThreads) / (kRanks / 4)];
+        const float* const h = args.h + (row * args.site.num_slices + columns.slice) * args.site.max_rank;
+        hidden[i] = row >= 0 && rank < rank_end ? *reinterpret_cast<const float4*>(h + rank) : float4{};
+      }
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const int row = own * kPrefillRows + (threadIdx.x + i * kThreads) / (kRanks / 4);
+        *reinterpret_cast<uint2*>(h_tiles + row * pitch + rank) = pack_hidden<T>(hidden[i], rank_end - rank);
+      }
     }
-    if (!kIsLong) break;
   }
   b.arrange();
   __syncthreads();
 
 #pragma unroll 1
-  for (int pass = 0; pass * kRows < tile.count; ++pass) {
-    float sums[kBlocks][kTiles][4] = {};
-    const T* const h = h_tile + (pass * kRows + g) * pitch;
+  for (int pass = 0; pass < passes; ++pass) {
+    if (kOwn > 1 && pass == kTilePasses && own_weights[1].b != weights.b) {
+      weights = own_weights[1];
+      b.load(weights, warp_column, width, 0);
+      b.arrange();
+    }
+    float sums[kTiles][4] = {};
+    const T* const h = h_tiles + (pass * kRows + g) * pitch;
 #pragma unroll 1
     for (int first_rank = 0; first_rank < weights.rank; first_rank += kRanks) {
       if (kIsLong && weights.rank > kRanks && (first_rank > 0 || pass > 0))
@@ -148,52 +167,52 @@ __global__ void __launch_bounds__(num_warps(kGroups) * kLanes, kCtas)
         }
       }
 #pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-        for (int q = 0; q < kGroups; ++q) b.multiply(n, q, hidden[q], sums[n]);
-      }
+      for (int q = 0; q < kGroups; ++q) b.multiply(0, q, hidden[q], sums);
       if (!kIsLong) break;
     }
     wait_for_copies<kAhead - 1>();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = pass * kRows + 2 * t + r;
-      const int64_t at = row < tile.count ? row_index[row] : -1;
-      const float factor = row_factor[row];
-#pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-        const uint4 sum = add_delta<T>(*slot(pass, r, n), sums[n], r, factor);
-        if (at >= 0 && column + n * kBlockColumns < width)
-          store16(y + at * args.y_stride + n * kBlockColumns, sum);
-      }
+      const int64_t row = find_y(pass, r);
+      const float factor = weights.scale * row_factor[pass * kRows + 2 * t + r];
+      const uint4 sum = add_delta<T>(*slot(pass, r), sums, r, factor);
+      if (row >= 0) store16(y + row * args.y_stride, sum);
     }
     ask_for_y(pass + kAhead);
   }
 #endif
 }
 
-template <typename T, int kGroups, int kBlocks, int kCtas, bool kIsLong>
-int launch_expand(const ExpandArgs& args, bool with_decode, void* stream) {
-  const auto kernel = expand_prefill_kernel<T, kGroups, kBlocks, kCtas, kIsLong>;
+template <typename T, int kGroups, int kOwn, int kCtas, bool kIsLong>
+int launch_expand(const ExpandArgs& args, int64_t decode_tiles, int64_t tiles, void* stream) {
+  const auto kernel = expand_prefill_kernel<T, kGroups, kOwn, kCtas, kIsLong>;
   const int pitch = hidden_ranks<kGroups, kIsLong>(args.site.max_rank) + hidden_padding(kGroups);
-  const int shared = ring_vectors(kGroups, kBlocks) * 16 + kPrefillRows * pitch * static_cast<int>(sizeof(T));
+  const int shared = ring_vectors(kGroups) * 16 + kOwn * kPrefillRows * pitch * static_cast<int>(sizeof(T));
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
-  const int64_t decode_tiles = with_decode ? max_decode_tiles(args.rows, args.site.num_slots) : 0;
-  constexpr int kWarps = num_warps(kGroups);
-  const dim3 grid(count_column_ctas(args.site, kWarps * kBlocks * kBlockColumns),
-                  decode_tiles + max_prefill_tiles(args.rows, args.site.num_slots));
-  return launch(kernel, grid, kWarps * kLanes, 1, stream, shared, args, static_cast<int>(decode_tiles));
+  const dim3 grid(count_column_ctas(args.site, num_warps(kGroups) * kBlockColumns), ceil_div(tiles, kOwn));
+  return launch(kernel, grid, num_warps(kGroups) * kLanes, 1, stream, shared, args,
+                static_cast<int>(decode_tiles));
+}
+
+// Two tiles to a CTA where there are many.
+template <typename T, int kGroups, int kCtas>
+int launch_expand(const ExpandArgs& args, int64_t decode_tiles, int64_t tiles, void* stream) {
+  const int64_t columns = count_column_ctas(args.site, num_warps(kGroups) * kBlockColumns);
+  const bool are_many = columns * tiles > 4 * kCtas * current_device().multiprocessors;
+  return are_many ? launch_expand<T, kGroups, 2, kCtas, false>(args, decode_tiles, tiles, stream)
+                  : launch_expand<T, kGroups, 1, kCtas, false>(args, decode_tiles, tiles, stream);
 }
 
 template <typename T>
 int expand(const ExpandArgs& args, bool with_decode, void* stream) {
-  if (args.site.max_rank <= 16) {
-    return launch_expand<T, 1, 1, 6, false>(args, with_decode, stream);
-  }
-  if (args.site.max_rank <= 32) return launch_expand<T, 2, 1, 5, false>(args, with_decode, stream);
-  if (args.site.max_rank <= 64) return launch_expand<T, 4, 1, 2, false>(args, with_decode, stream);
-  return launch_expand<T, 4, 1, 2, true>(args, with_decode, stream);
+  const Site& site = args.site;
+  const int64_t decode_tiles = with_decode ? max_decode_tiles(args.rows, site.num_slots) : 0;
+  const int64_t tiles = decode_tiles + max_prefill_tiles(args.rows, site.num_slots);
+  if (site.max_rank <= 16) return launch_expand<T, 1, 6>(args, decode_tiles, tiles, stream);
+  if (site.max_rank <= 32) return launch_expand<T, 2, 5>(args, decode_tiles, tiles, stream);
+  if (site.max_rank <= 64) return launch_expand<T, 4, 2>(args, decode_tiles, tiles, stream);
+  return launch_expand<T, 4, 1, 2, true>(args, decode_tiles, tiles, stream);
 }
 
 }  // namespace
