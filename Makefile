@@ -6,7 +6,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # One architecture where nvcc is present: enough to prove that the CUDA sources compile.
 export TORCH_CUDA_ARCH_LIST ?= 9.0a
 
-.PHONY: demo test lint format clean clean-build gtest
+.PHONY: demo test lint format peft-data clean clean-build gtest
 
 demo: $(VENV)/built
 	python -m loramux demo
@@ -29,6 +29,16 @@ format: $(VENV)/tools
 	ruff check --fix .
 	ruff format .
 	clang-format -i $$(find csrc tests/cpp -type f)
+
+# Rewrites tests/data/peft with the old PEFTs it is of, each in a venv (Python 3.10 to 3.12).
+peft-data:
+	for versions in "peft==0.10.0 transformers==4.40.2" "peft==0.15.2 transformers==4.51.3"; do \
+	  $(PYTHON) -m venv --clear build/peft && \
+	  build/peft/bin/python -m pip --disable-pip-version-check --quiet install \
+	    $$(grep ^torch== requirements-dev.txt) $$versions && \
+	  HF_HUB_OFFLINE=1 PYTHONHASHSEED=0 \
+	    build/peft/bin/python tests/peft_cases.py tests/data/peft || exit 1; \
+	done
 
 clean-build:
 	rm -rf build $(VENV)/built python/loramux/*.so

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loramux.config import LoraModuleRef, LoraSpec
+from loramux.errors import AdapterError
 from loramux.target import LoraTarget
+
+# A refusal says what was found, what was expected and what to do.
+REFUSAL = re.compile(r"(?s)(?P<found>.+); expected (?P<expected>.+): (?P<remedy>.+)")
 
 HIDDEN, INNER, VOCAB, LAYERS = 64, 128, 96, 2
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -114,3 +120,21 @@ def llama_spec(prefix: str = "model.", **options: Any) -> LoraSpec:
             refs[f"{path}mlp.{name}"] = LoraModuleRef("gate_up", layer, name)
         refs[f"{path}mlp.down_proj"] = LoraModuleRef("down", layer)
     return LoraSpec("lora", {"llm"}, LAYERS, targets, NameMap(refs), **options)
+
+
+def refusal(call: Callable[..., Any], *args: Any) -> AdapterError:
+    """The error that a call must end in."""
+    with pytest.raises(AdapterError) as error:
+        call(*args)
+    return error.value
+
+
+def assert_refused(error: AdapterError, path: str, found: str, expected: str, remedy: str) -> None:
+    """The error names the path, and one of its problems has these parts, in this order."""
+    assert repr(path)[1:-1] in str(error)
+    parts = [REFUSAL.fullmatch(problem) for problem in error.problems]
+    assert None not in parts, error
+    assert any(
+        found in part["found"] and expected in part["expected"] and remedy in part["remedy"]
+        for part in parts
+    ), error

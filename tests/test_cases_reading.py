@@ -181,7 +181,7 @@ def test_C019_an_absent_lora_alpha_is_pefts_default():
 
 @pytest.mark.parametrize("r", [0, -5, True, "8", 1e9, 8.5, None, 10**9])
 def test_C020_a_rank_that_is_none_is_refused(r):
-    with refused(r"'?r'? is|the config says 1000000000"):
+    with refused(r"'?r'? is|expected 1000000000, as the config says"):
         from_tensors(factors("q"), r=r)
 
 
@@ -395,29 +395,6 @@ def test_C112_C116_every_tensor_with_a_nan_or_inf_is_named():
     tensors["base_model.model.m.k.lora_A.weight"][0, 0] = -math.inf
     with refused(r"m\.q\.lora_B\.weight' has a NaN", r"m\.k\.lora_A\.weight' has a NaN"):
         from_tensors(tensors)
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("{}", "LoraConfig"),
-        ("[]", r"is \[\]; .*LoraConfig"),
-        ("null", "is None; .*LoraConfig"),
-        ("", "malformed"),
-        ('{"r": 4, "lora_alpha": null}', "'lora_alpha' is None"),
-        ('{"peft_type": null, "r": 4}', "'peft_type' is None"),
-        ('{"r": 4, "r": 4}', "the key 'r' twice"),
-        ('{"r": ' + "[" * 10_000 + "]" * 10_000 + "}", "nested too deep"),
-        ('{"r": ' + "9" * 10_000 + "}", "digits"),
-        ('{"r": 4, "lora_alpha": 1e999}', "'lora_alpha' is inf"),
-    ],
-    ids=lambda text: text[:24],
-)
-def test_C113_a_malformed_config_is_refused(tmp_path, text, part):
-    path = write(tmp_path, factors("q"))
-    (tmp_path / "adapter_config.json").write_text(text)
-    with refused(part):
-        read_lora_file(path)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])

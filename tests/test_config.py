@@ -169,7 +169,7 @@ class TestCheckAdapter:
         with pytest.raises(AdapterError) as error:
             spec.check_adapter("a", info)
         text = str(error.value)
-        assert "rank is 64, the pool's max_rank 8: raise max_rank" in text
+        assert "rank is 64; expected at most the pool's max_rank, 8: raise max_rank" in text
         assert "'model.nosuch' is on none of the targets ['lm_head', 'q_proj']" in text
         assert "5120" in text
         assert len(error.value.problems) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +20,11 @@ from loramux.checkpoint import (
 )
 from loramux.converters import diffusers, kohya, mlx, rename
 from loramux.errors import AdapterError
+from loramux.identity import adapter_digest
 
 Q = "down_blocks.0.attn_1.to_q"
+DATA = Path(__file__).parent / "data" / "diffusers"
+DIFFUSERS_SCALES = json.loads((DATA / "scales.json").read_text())
 KOHYA_Q = "lora_unet_down_blocks_0_attn_1_to_q"
 
 
@@ -60,6 +64,12 @@ def assert_is_pair(module, a, b):
         (pair(f"diffusion_model.{Q}"), kohya({f"diffusion_model.{Q}": Q}), Q),
         (pair(f"transformer.{Q}"), diffusers(), Q),
         (pair(f"unet.{Q}"), diffusers(), Q),
+        (pair(f"unet.{Q}", ("lora.down.weight", "lora.up.weight")), diffusers(), Q),
+        (
+            pair("unet.q", ("lora_linear_layer.down.weight", "lora_linear_layer.up.weight")),
+            diffusers(),
+            "q",
+        ),
         (pair("text_encoder.q"), diffusers(), "text_encoder.q"),
         (pair("text_encoder.q"), diffusers(["text_encoder"]), "q"),
         (mlx_pair(), mlx(scale=1.0), "model.q"),
@@ -70,6 +80,56 @@ def test_each_layout_gives_the_factors_under_the_base_models_names(tensors, conv
     assert modules.keys() == {name}
     assert_is_pair(modules[name], *factors("m").values())
     assert modules[name].scale == 1.0
+
+
+@pytest.mark.parametrize("file", DIFFUSERS_SCALES)
+def test_what_diffusers_wrote_has_the_scales_that_diffusers_reads(file):
+    path = str(DATA / file)
+    adapter = read_lora_file(path, diffusers())
+    found = {
+        name: module.scale
+        for name, module in adapter.modules.items()
+        if not name.startswith("text_encoder.")
+    }
+    assert found == pytest.approx(DIFFUSERS_SCALES[file], rel=1e-12)
+    assert set(found.values()) != {1.0}
+    assert {m.in_features for m in adapter.modules.values()} <= {4, 8}
+    spec = llama_spec(convert_keys=diffusers())
+    assert set(read_adapter_info(path, spec).unmapped) == set(adapter.modules)
+
+
+def test_the_components_of_a_diffusers_file_have_a_config_each():
+    modules = read_lora_file(str(DATA / "pipeline.safetensors"), diffusers()).modules
+    text_encoder = modules["text_encoder.encoder.layers.0.self_attn.q_proj"]
+    assert (text_encoder.rank, text_encoder.scale) == (4, 2.0)
+    only = read_lora_file(str(DATA / "pipeline.safetensors"), diffusers(scale=3.0)).modules
+    assert {module.scale for module in only.values()} == {3.0}
+
+
+def test_a_single_models_diffusers_file_needs_no_converter():
+    adapters = [read_lora_file(str(DATA / "model.safetensors"), c) for c in (None, diffusers())]
+    assert len({adapter_digest(adapter) for adapter in adapters}) == 1
+
+
+@pytest.mark.parametrize("alpha", [10**30, -1e-30, 0])
+def test_any_finite_alpha_in_the_metadata_is_taken(tmp_path, alpha):
+    path = str(tmp_path / "x.safetensors")
+    config = {"unet.r": 4, "unet.lora_alpha": alpha, "unet.use_rslora": True}
+    save_file(pair("unet.q"), path, {"lora_adapter_metadata": json.dumps(config)})
+    assert read_lora_file(path, diffusers()).modules["q"].scale == pytest.approx(alpha / 2)
+    del config["unet.use_rslora"]
+    save_file(pair("unet.q"), path, {"lora_adapter_metadata": json.dumps(config)})
+    assert read_lora_file(path, diffusers()).modules["q"].scale == pytest.approx(alpha / 4)
+
+
+def test_the_notes_of_a_config_in_the_metadata_are_kept(tmp_path):
+    config = {"unet.r": 4, "unet.alpha_pattern": {"nosuch": 3}}
+    path = str(tmp_path / "x.safetensors")
+    save_file(pair("unet.q"), path, {"lora_adapter_metadata": json.dumps(config)})
+    assert read_lora_file(path, diffusers()).notes == (
+        "lora_alpha is absent: 8",
+        "the pattern 'nosuch' matches no module",
+    )
 
 
 def test_a_header_without_weights_is_converted_alike():

@@ -53,10 +53,10 @@ def test_one_file_of_weights_is_held_at_a_time(tmp_path, monkeypatch):
 
     def read(path, *, weights=True):
         assert not any(memory() for memory in held)
-        tensors = read_safetensors(path, weights=weights)
+        content = read_safetensors(path, weights=weights)
         if weights:
-            held.extend(map(weakref.ref, tensors.values()))
-        return tensors
+            held.extend(map(weakref.ref, content[0].values()))
+        return content
 
     tiny_llama().save_pretrained(tmp_path / "model", **SHARDED)
     write_with_peft(tmp_path / "adapter")

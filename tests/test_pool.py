@@ -198,7 +198,7 @@ def test_C038_a_value_that_overflows_on_narrowing_is_refused(serve, tmp_path):
     a, b = random_pair(4, WIDTH, WIDTH)
     b[3, 2] = 70000.0
     pool.spec.add_adapter("a", save_adapter(tmp_path / "large", {"q": (a, b)}))
-    with pytest.raises(AdapterError, match=r"module 'q' has a value too large .*float16"):
+    with pytest.raises(AdapterError, match=r"B of module 'q' has a value too large .*float16"):
         run(pool, "a")
 
 
@@ -243,7 +243,10 @@ def test_unknown_adapters_change_nothing(serve):
 @pytest.mark.parametrize(
     ("pairs", "said"),
     [
-        ({"q": random_pair(16, WIDTH, WIDTH)}, "rank is 16, the pool's max_rank 8: raise max_rank"),
+        (
+            {"q": random_pair(16, WIDTH, WIDTH)},
+            "rank is 16; expected at most the pool's max_rank, 8: raise max_rank",
+        ),
         ({"q": random_pair(4, WIDTH - 1, WIDTH)}, "31"),
         ({"k": random_pair(4, WIDTH, WIDTH)}, "'k'"),
     ],

@@ -30,7 +30,11 @@ _MAX_DIMS = 8
 _CHUNK_BYTES = 4 << 20
 _MAX_THREADS = 16
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_PICKLE = "a pickle, which can run code as it is read: re-save the adapter as safetensors"
+_PICKLE = (
+    "a pickle, which can run code as it is read; expected safetensors: re-save the adapter as "
+    "safetensors"
+)
+_ANEW = "download or export the file anew"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -58,6 +62,7 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
 
     Attributes:
         path: of the file.
+        metadata: the header's ``__metadata__``; empty without one.
 
     Raises:
         AdapterError: not a safetensors file, or one that contradicts itself.
@@ -69,7 +74,7 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
         self.path = path
         with ExitStack() as opened, _readable(path):
             self._file = opened.enter_context(_open(path))
-            self._entries, self._start, self._bytes = _read_header(self._file, path)
+            self._entries, self.metadata, self._start, self._bytes = _read_header(self._file, path)
             opened.pop_all()
 
     def __exit__(self, *_: object) -> None:
@@ -134,8 +139,10 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
         return memory.view(entry.dtype).view(entry.shape)
 
 
-def read_safetensors(path: str, *, weights: bool = True) -> dict[str, torch.Tensor]:
-    """Every tensor of the safetensors file ``path``, on the CPU and aliasing nothing of the file.
+def read_safetensors(
+    path: str, *, weights: bool = True
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Every tensor of a safetensors file, aliasing nothing of the file, and its metadata.
 
     Args:
         weights: ``False`` returns :meth:`SafetensorsFile.outline`.
@@ -144,7 +151,7 @@ def read_safetensors(path: str, *, weights: bool = True) -> dict[str, torch.Tens
         AdapterError: not a safetensors file, or one that contradicts itself.
     """
     with SafetensorsFile(path) as file:
-        return file.tensors() if weights else file.outline()
+        return file.tensors() if weights else file.outline(), file.metadata
 
 
 def read_sidecar(path: str) -> dict[str, Any] | None:
@@ -159,14 +166,19 @@ def read_sidecar(path: str) -> dict[str, Any] | None:
     with _readable(sidecar), _open(sidecar) as file:
         text = file.read(MAX_SIDECAR_BYTES + 1)
     if len(text) > MAX_SIDECAR_BYTES:
-        raise AdapterError(sidecar, [f"is larger than the {MAX_SIDECAR_BYTES} bytes expected"])
+        raise AdapterError(
+            sidecar,
+            [f"is larger than it may be; expected {MAX_SIDECAR_BYTES} bytes: put PEFT's own there"],
+        )
     try:
-        config = _parse_json(text)
+        config = parse_json(text)
     except ValueError as error:
-        raise AdapterError(sidecar, [f"has {error}; expected the JSON that PEFT wrote"]) from error
+        raise AdapterError(
+            sidecar, [f"has {error}; expected JSON as PEFT writes: {_ANEW}"]
+        ) from error
     if not isinstance(config, dict):
         raise AdapterError(
-            sidecar, [f"is {short(config)}; expected PEFT's LoraConfig as an object"]
+            sidecar, [f"is {short(config)}; expected PEFT's LoraConfig as an object: {_ANEW}"]
         )
     return config
 
@@ -193,6 +205,31 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], path: str) -> None:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
             file.write(tensor_memory(tensor.contiguous()))
+
+
+def parse_json(text: bytes) -> Any:
+    """Strict JSON. Raises ``ValueError`` with a phrase that says what it has."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value: dict[str, Any] = {}
+        for key, item in pairs:
+            if key in value:
+                raise KeyError(key)
+            value[key] = item
+        return value
+
+    try:
+        return json.loads(text.decode(), object_pairs_hook=unique)
+    except KeyError as error:
+        raise ValueError(f"the key {error.args[0][:256]!r} twice") from error
+    except RecursionError as error:
+        raise ValueError("JSON nested too deep") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"bytes that are no UTF-8 (at {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"malformed JSON ({error})") from error
+    except ValueError as error:  # of int()
+        raise ValueError("a whole number of thousands of digits") from error
 
 
 def tensor_memory(tensor: torch.Tensor) -> memoryview:
@@ -224,7 +261,13 @@ def _readable(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise AdapterError(path, [f"cannot be read: {error.strerror}"]) from error
+        raise AdapterError(
+            path,
+            [
+                f"cannot be read ({error.strerror}); expected a file that can: see to its folder "
+                "and disk"
+            ],
+        ) from error
 
 
 def _open(path: str) -> BinaryIO:
@@ -235,7 +278,11 @@ def _open(path: str) -> BinaryIO:
     folder = Path(os.path.realpath(os.path.dirname(path)))
     if folder not in real.parents and real.parent != _hub_blobs(folder):
         raise AdapterError(
-            path, [f"is a link to {str(real)!r}, outside its folder: put the file itself there"]
+            path,
+            [
+                f"is a link to {str(real)!r}, outside its folder; expected one inside: put "
+                "the file itself there"
+            ],
         )
     return open(real, "rb")
 
@@ -245,7 +292,9 @@ def _missing(path: str) -> str:
     listed = os.listdir(folder) if os.path.isdir(folder) else []
     if pickles := sorted(name for name in listed if name.endswith(_PICKLE_SUFFIXES)):
         return f"no such file, but {pickles}: {_PICKLE}"
-    return "no such file; expected a safetensors file or a PEFT directory with one"
+    return (
+        "no such file; expected a safetensors file or a PEFT directory with one: correct the path"
+    )
 
 
 def _hub_blobs(folder: Path) -> Path | None:
@@ -256,8 +305,8 @@ def _hub_blobs(folder: Path) -> Path | None:
     return None
 
 
-def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, _Entry], int, int]:
-    """The entries, and the start and size of the data, all checked against the file's size."""
+def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, _Entry], dict[str, str], int, int]:
+    """Entries, metadata, and the start and size of the data, checked against the file's size."""
     file_bytes = os.fstat(file.fileno()).st_size
     start = file.read(9)
     header_bytes = int.from_bytes(start[:8], "little")
@@ -265,28 +314,36 @@ def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, _Entry], int, int
     if start[8:] != b"{" or header_bytes > MAX_HEADER_BYTES or data_start > file_bytes:
         raise AdapterError(path, [_not_safetensors(start, header_bytes, file_bytes)])
     try:
-        header = _parse_json(start[8:] + file.read(header_bytes - 1))
+        header = parse_json(start[8:] + file.read(header_bytes - 1))
     except ValueError as error:
-        raise AdapterError(path, [f"its safetensors header has {error}"]) from error
+        problem = f"its safetensors header has {error}; expected the format's JSON: {_ANEW}"
+        raise AdapterError(path, [problem]) from error
 
     entries = {}
     problems = []
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        problems.append(f"its __metadata__ is {short(metadata)}; expected strings by name: {_ANEW}")
     for name, value in header.items():
         try:
             entries[name] = _parse_entry(value)
         except ValueError as error:
-            problems.append(f"tensor {name[:256]!r} has {error}")
+            problems.append(f"tensor {name[:256]!r} has {error}: {_ANEW}")
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
         if entry.start != end:
-            problems.append(f"tensor {name[:256]!r} starts at byte {entry.start}, expected {end}")
+            problems.append(
+                f"tensor {name[:256]!r} starts at byte {entry.start}; expected {end}: {_ANEW}"
+            )
         end = entry.end
     if not problems and end != file_bytes - data_start:
-        problems.append(f"its tensors end at byte {end} of {file_bytes - data_start}: truncated?")
+        problems.append(
+            f"its tensors end at byte {end}; expected {file_bytes - data_start}, the file's end: "
+            f"{_ANEW}"
+        )
     if problems:
         raise AdapterError(path, problems)
-    return entries, data_start, end
+    return entries, metadata, data_start, end
 
 
 def _not_safetensors(start: bytes, header_bytes: int, file_bytes: int) -> str:
@@ -294,49 +351,36 @@ def _not_safetensors(start: bytes, header_bytes: int, file_bytes: int) -> str:
         return f"is {_PICKLE}"
     for magic, layout in ((b"GGUF", "GGUF"), (b"\x93NUMPY", "NumPy (TensorRT-LLM)")):
         if start.startswith(magic):
-            return f"is a {layout} file: export the adapter to PEFT's safetensors"
+            return f"is a {layout} file; expected safetensors: export the adapter to PEFT"
     return (
         f"is not safetensors: a header of {header_bytes} bytes starting {start[8:]!r} in a file of "
-        f"{file_bytes}; expected at most {MAX_HEADER_BYTES} that start with b'{{'"
+        f"{file_bytes}; expected at most {MAX_HEADER_BYTES} that start with b'{{': {_ANEW}"
     )
-
-
-def _parse_json(text: bytes) -> Any:
-    """Strict JSON. Raises ``ValueError`` with a phrase that says what it has."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value: dict[str, Any] = {}
-        for key, item in pairs:
-            if key in value:
-                raise ValueError(f"the key {key[:256]!r} twice")
-            value[key] = item
-        return value
-
-    try:
-        return json.loads(text.decode(), object_pairs_hook=unique)
-    except RecursionError as error:
-        raise ValueError("JSON nested too deep") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"malformed JSON ({error})") from error
 
 
 def _parse_entry(value: object) -> _Entry:
     """One tensor's header entry. Raises ``ValueError`` with a phrase that says what it has."""
     if not (isinstance(value, dict) and value.keys() == {"dtype", "shape", "data_offsets"}):
-        raise ValueError("an entry of other fields than dtype, shape and data_offsets")
+        raise ValueError(f"the entry {short(value)}; expected dtype, shape and data_offsets")
     dtype = _DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
     if dtype is None:
         raise ValueError(f"dtype {str(value['dtype'])[:32]!r}; expected one of {list(_DTYPES)}")
     shape, offsets = value["shape"], value["data_offsets"]
     for numbers in (shape, offsets):
-        if not (isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)):
-            raise ValueError("a shape or data_offsets that is no list of whole numbers")
+        if not (isinstance(numbers, list) and all(map(_is_size, numbers))):
+            raise ValueError(f"{short(numbers)}; expected a list of whole numbers")
     if len(shape) > _MAX_DIMS:
         raise ValueError(f"{len(shape)} dimensions; expected at most {_MAX_DIMS}")
     count = math.prod(shape) * dtype.itemsize
     if len(offsets) != 2 or count == 0 or offsets[1] - offsets[0] != count:
-        raise ValueError(f"shape {shape}, {count} bytes, at data_offsets {offsets[:2]}")
+        raise ValueError(
+            f"data_offsets {offsets[:2]}; expected the {count} bytes of shape {shape}, at least 1"
+        )
     return _Entry(dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 <= number < 1 << 63
 
 
 def _fill(memory: memoryview, file: BinaryIO, offset: int) -> None:

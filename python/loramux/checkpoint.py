@@ -18,8 +18,9 @@ import torch
 from . import _host
 from .adapter_files import SafetensorsFile, in_parallel, read_safetensors, read_sidecar
 from .config import AdapterInfo, LoraSpec, resolve_adapter_path
+from .diffusers_config import metadata_alphas
 from .errors import AdapterError
-from .peft_config import PeftConfig, is_alpha, numbers_by_module, parse_peft_config
+from .peft_config import PeftConfig, is_alpha, parse_peft_config
 from .target import LoraTarget
 from .tensor_names import EMBEDDING, LINEAR, copied_module, group_factors
 
@@ -118,8 +119,9 @@ class PlacedSlice(NamedTuple):
 def read_lora_file(path: str, convert_keys: ConvertKeys | None = None) -> LoraAdapter:
     """Read a PEFT directory, or a safetensors file with PEFT's sidecar beside it.
 
-    Without a sidecar every module must have a scalar tensor ``<module>.alpha``; with one, such a
-    tensor comes first. Every byte is read once, so what is returned is what a digest of it names.
+    Without a sidecar every module must have a scalar tensor ``<module>.alpha``, or the file the
+    config that Diffusers keeps in its metadata; with a sidecar, such a tensor comes first. Every
+    byte is read once, so what is returned is what a digest of it names.
 
     Args:
         convert_keys: applied to the file's tensors first; returns tensors under PEFT's names, as
@@ -134,7 +136,7 @@ def read_lora_file(path: str, convert_keys: ConvertKeys | None = None) -> LoraAd
     """
     path = os.fspath(path)
     file = resolve_adapter_path(path)
-    return _parse(path, read_safetensors(file), read_sidecar(file), convert_keys)
+    return _parse(path, *read_safetensors(file), read_sidecar(file), convert_keys)
 
 
 @contextmanager
@@ -149,7 +151,8 @@ def open_lora_file(
     path = os.fspath(path)
     with SafetensorsFile(resolve_adapter_path(path)) as file:
         tensors = file.outline() if convert_keys is None else file.tensors()
-        yield _parse(path, tensors, read_sidecar(file.path), convert_keys), file
+        sidecar = read_sidecar(file.path)
+        yield _parse(path, tensors, file.metadata, sidecar, convert_keys), file
 
 
 def lora_adapter_from_tensors(
@@ -162,7 +165,7 @@ def lora_adapter_from_tensors(
     The adapter shares memory with the tensors that are on the CPU.
     """
     held = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    return _parse(LoraAdapter.path, held, config, convert_keys)
+    return _parse(LoraAdapter.path, held, {}, config, convert_keys)
 
 
 def read_adapter_info(path: str, spec: LoraSpec) -> AdapterInfo:
@@ -175,8 +178,8 @@ def read_adapter_info(path: str, spec: LoraSpec) -> AdapterInfo:
     """
     path = os.fspath(path)
     file = resolve_adapter_path(path)
-    tensors = read_safetensors(file, weights=False)
-    return _parse(path, tensors, read_sidecar(file), spec.convert_keys).info(spec)
+    header = read_safetensors(file, weights=False)
+    return _parse(path, *header, read_sidecar(file), spec.convert_keys).info(spec)
 
 
 def drop_base_copies(base: Mapping[str, torch.Tensor]) -> ConvertKeys:
@@ -234,14 +237,15 @@ def _place(
             if other is not part:
                 misfits.append(
                     f"modules {other.module!r} and {name!r} are both slice {i} of target "
-                    f"{ref.target!r}, layer {ref.layer}; expected one"
+                    f"{ref.target!r}, layer {ref.layer}; expected one: export the adapter anew"
                 )
     nothing_placed = bool(unmapped) and not placed and not misfits
     if nothing_placed and all(spec.module_map(name) is None for name in unmapped):
         known = list(getattr(spec.module_map, "module_names", ()))
         misfits.append(
             f"0 of {len(adapter.modules)} modules matched: the adapter has {unmapped[:3]}, the "
-            f"model {known[:3] or sorted(spec.targets)}; bring the names in line with convert_keys"
+            f"model {known[:3] or sorted(spec.targets)}; expected the model's names: bring them in "
+            "line with convert_keys"
         )
     return placed, AdapterInfo(adapter.rank, tuple(unmapped), tuple(misfits))
 
@@ -249,19 +253,28 @@ def _place(
 def _misfit(name: str, module: LoraModule, target: LoraTarget, width: int) -> str | None:
     if module.embedding != (target.kind == "embedding"):
         found = "embedding" if module.embedding else "linear"
-        return f"module {name!r} has the LoRA of a {found}, its target is a {target.kind}"
+        return (
+            f"module {name!r} has the LoRA of a {found}; expected its target's kind, "
+            f"{target.kind}: serve it on the model it was trained on"
+        )
     if (module.in_features, module.out_features) != (target.in_features, width):
         return (
             f"module {name!r} has A {list(module.a.shape)} and B {list(module.b.shape)}; expected "
-            f"[r, {target.in_features}] and [{width}, r]: is it for another size of the model?"
+            f"[r, {target.in_features}] and [{width}, r]: serve it on the model it was trained on"
         )
     return None
 
 
 def _parse(
-    path: str, tensors: Tensors, config: object, convert_keys: ConvertKeys | None
+    path: str,
+    tensors: Tensors,
+    metadata: Mapping[str, str],
+    config: object,
+    convert_keys: ConvertKeys | None,
 ) -> LoraAdapter:
     problems: list[str] = []
+    alphas_stated, notes = metadata_alphas(metadata, config, tensors, problems)
+    tensors = tensors | alphas_stated
     if config is None or _is_mlx(config):
         sidecar = PeftConfig()
     else:
@@ -274,37 +287,37 @@ def _parse(
             raise AdapterError(path, [*problems, *error.problems]) from error
     groups = group_factors(tensors, problems)
     if not groups and not problems:
-        problems.append(f"none of its {len(tensors)} tensors is a LoRA's; expected A and B")
-    ranks, idle_ranks = numbers_by_module(sidecar.rank_pattern, groups, problems)
-    alphas, idle_alphas = numbers_by_module(sidecar.alpha_pattern, groups, problems)
-    idle = [f"the pattern {key!r} matches no module" for key in idle_ranks + idle_alphas]
+        problems.append(
+            f"none of its {len(tensors)} tensors is a LoRA's; expected A and B: give the path of "
+            "an adapter"
+        )
+    factors = {name: _factors(name, parts, tensors, problems) for name, parts in groups.items()}
+    ranks = {name: pair[0].shape[0] if pair else None for name, pair in factors.items()}
+    alphas, idle = sidecar.alphas(ranks, problems, notes)
     if tensors.keys() - names_in_file:
-        problems += [f"{text} as convert_keys names them: rename it in the config" for text in idle]
+        problems += [
+            f"{text} as convert_keys names them; expected one: rename it in the config"
+            for text in idle
+        ]
 
     modules: dict[str, LoraModule] = {}
     without_alpha = []
     for name, parts in groups.items():
-        factors = _factors(name, parts, tensors, problems)
-        alpha = _alpha(parts, tensors, alphas.get(name, sidecar.alpha), problems)
+        alpha = _alpha(parts, tensors, alphas[name], problems)
         if alpha is None:
             without_alpha.append(name)
-        elif factors is not None:
-            module = LoraModule(*factors, alpha, sidecar.use_rslora, EMBEDDING[0] in parts)
-            modules[name] = module
-            if (stated := ranks.get(name, sidecar.rank)) not in (None, module.rank):
-                problems.append(
-                    f"module {name!r} has rank {module.rank}, the config says {stated}: are they "
-                    "of different adapters?"
-                )
+        elif (pair := factors[name]) is not None:
+            modules[name] = LoraModule(*pair, alpha, sidecar.use_rslora, EMBEDDING[0] in parts)
     if without_alpha:
         problems.append(
-            f"modules {without_alpha} have no scale: put PEFT's adapter_config.json beside the "
-            "file, or give every module a scalar tensor <module>.alpha"
+            f"modules {without_alpha} have no scale; expected a config or alphas: put PEFT's "
+            "adapter_config.json beside the file, or give every module a scalar <module>.alpha"
         )
     problems += _not_finite(modules, groups, tensors)
     if problems:
         raise AdapterError(path, problems)
-    return LoraAdapter(modules, path, (*sidecar.notes, *idle, *_absent_targets(sidecar, modules)))
+    notes += [*sidecar.notes, *idle, *_absent_targets(sidecar, modules)]
+    return LoraAdapter(modules, path, tuple(notes))
 
 
 def _is_mlx(config: object) -> bool:
@@ -321,25 +334,29 @@ def _factors(
     wanted = EMBEDDING if parts.keys() & set(EMBEDDING) else LINEAR
     if parts.keys() - {"alpha"} != set(wanted):
         problems.append(
-            f"module {name!r} has {sorted(parts)}; expected {wanted[0]} and {wanted[1]}"
+            f"module {name!r} has {sorted(parts)}; expected {wanted[0]} and {wanted[1]}: export "
+            "the adapter whole"
         )
         return None
     a, b = (tensors[parts[factor]] for factor in wanted)
     known = len(problems)
     for tensor_name, tensor in ((parts[wanted[0]], a), (parts[wanted[1]], b)):
         if tensor.dtype not in _DTYPES:
-            problems.append(f"tensor {tensor_name!r} is {tensor.dtype}; expected one of {_DTYPES}")
+            problems.append(
+                f"tensor {tensor_name!r} is {tensor.dtype}; expected one of {_DTYPES}: save it as "
+                "one of them"
+            )
         elif tensor.dim() != 2:
             problems.append(
-                f"tensor {tensor_name!r} has shape {list(tensor.shape)}; expected a matrix: LoRA "
-                "of convolutions and experts is not served"
+                f"tensor {tensor_name!r} has shape {list(tensor.shape)}; expected a matrix, LoRA "
+                "of convolutions and experts is not served: export that of linears alone"
             )
     if len(problems) > known:
         return None
     if a.shape[0] != b.shape[1] or 0 in (*a.shape, *b.shape):
         problems.append(
             f"module {name!r} has A {list(a.shape)} and B {list(b.shape)}; expected [r, in] and "
-            "[out, r] with one r of at least 1"
+            "[out, r] with one r of at least 1: export the adapter anew"
         )
         return None
     return a, b
@@ -356,7 +373,7 @@ def _alpha(
     if not is_alpha(value):
         problems.append(
             f"tensor {parts['alpha']!r} has shape {list(tensor.shape)} or no finite value; "
-            "expected one finite number"
+            "expected one finite number: correct it"
         )
     return value
 
@@ -370,7 +387,7 @@ def _not_finite(
     names = [name for name in names if not tensors[name].is_meta]
     finite = in_parallel(_is_finite, [tensors[name] for name in names])
     return [
-        f"tensor {name!r} has a NaN or Inf: export the adapter anew without"
+        f"tensor {name!r} has a NaN or Inf; expected finite values: export the adapter anew"
         for name, is_finite in zip(names, finite, strict=True)
         if not is_finite
     ]

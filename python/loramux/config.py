@@ -303,22 +303,27 @@ class LoraSpec(NodeResourceSpec):
         """
         problems = []
         if info.rank < 1:
-            problems.append("it has no LoRA layer; expected at least one module with A and B")
+            problems.append(
+                "it has no LoRA layer; expected at least one module with A and B: give the path of "
+                "an adapter"
+            )
         if info.rank > self.max_rank:
             problems.append(
-                f"its rank is {info.rank}, the pool's max_rank {self.max_rank}: raise max_rank"
+                f"its rank is {info.rank}; expected at most the pool's max_rank, "
+                f"{self.max_rank}: raise max_rank"
             )
         for module in info.unmapped:
             ref = self.module_map(module)
             if ref is not None and ref.target in self.dropped_targets:
                 problems.append(
                     f"module {module!r} is on the target {ref.target!r}, which this deployment "
-                    "drops: add it to the targets list"
+                    "drops; expected none there: add it to the targets list"
                 )
             else:
                 problems.append(
-                    f"module {module!r} is on none of the targets {sorted(self.targets)}: "
-                    "is the adapter for another model, or are its names another layout's?"
+                    f"module {module!r} is on none of the targets {sorted(self.targets)}; expected "
+                    "one of them: serve it on the model it was trained on, or bring its names in "
+                    "line with convert_keys"
                 )
         problems.extend(info.misfits)
         if problems:

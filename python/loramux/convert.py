@@ -14,7 +14,7 @@ from .adapter_files import write_safetensors
 from .checkpoint import ConvertKeys, LoraAdapter, Tensors, read_lora_file
 from .converters import diffusers, kohya, mlx
 from .errors import AdapterError, SpecError
-from .peft_config import numbers_by_module
+from .peft_config import keys_by_module
 from .tensor_names import EMBEDDING
 
 _KEY = re.compile(r"[\w.-]+")  # matches itself as a regular expression
@@ -100,7 +100,7 @@ def _with_exceptions(numbers: Mapping[str, N], problems: list[str]) -> tuple[N, 
             f"modules {unfit} of another rank or alpha; expected names as {_KEY.pattern}"
         )
         return common, {}
-    matched, _ = numbers_by_module(others, numbers, problems)
+    matched, _ = keys_by_module(others, numbers, problems)
     keys = sorted(matched, key=lambda name: (-len(name), name.count(".")))
     return common, {name: numbers[name] for name in keys}
 

@@ -16,6 +16,7 @@ from .checkpoint import ConvertKeys, Tensors
 from .errors import AdapterError
 
 _KOHYA = re.compile(r"(?P<module>.+)\.(?P<part>lora_down\.weight|lora_up\.weight|alpha)")
+_DIFFUSERS = re.compile(r"(?P<module>.+)\.(?P<part>lora(_linear_layer)?\.(down|up)\.weight)")
 _BARE_PEFT = re.compile(r"(?!base_model\.)(?P<module>.+)\.(?P<part>lora_[AB]\.weight|alpha)")
 _MLX = re.compile(r"(?P<module>.+)\.(?P<part>lora_[ab])")
 _ANY = re.compile(
@@ -25,6 +26,10 @@ _ANY = re.compile(
 _PEFT_PARTS = {
     "lora_down.weight": "lora_A.weight",
     "lora_up.weight": "lora_B.weight",
+    "lora.down.weight": "lora_A.weight",
+    "lora.up.weight": "lora_B.weight",
+    "lora_linear_layer.down.weight": "lora_A.weight",
+    "lora_linear_layer.up.weight": "lora_B.weight",
     "lora_a": "lora_A.weight",
     "lora_b": "lora_B.weight",
 }
@@ -54,7 +59,9 @@ def diffusers(
 ) -> ConvertKeys:
     """Files of Diffusers: ``<component>.<module>.lora_A.weight``, ``lora_B`` and ``alpha``.
 
-    A module without an alpha has the scale 1, whatever its rank and the order of the keys.
+    ``lora.down`` and ``lora.up``, or ``lora_linear_layer.down`` and ``up``, are A and B too. Where
+    the file's metadata has a config, the reader has made alphas of it. A module without an alpha
+    has the scale 1, whatever its rank and the order of the keys.
 
     Args:
         components: what to leave out of the names. Modules of other components keep theirs
@@ -68,7 +75,7 @@ def diffusers(
         return rest if component in components and rest else name
 
     def convert(tensors: Tensors) -> Tensors:
-        renamed = _renamed(tensors, (_BARE_PEFT,), module_name)
+        renamed = _renamed(tensors, (_BARE_PEFT, _DIFFUSERS), module_name)
         return _with_alphas(renamed, renamed.keys() - tensors.keys(), scale)
 
     return convert

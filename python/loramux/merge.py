@@ -64,7 +64,8 @@ def merge_files(
             be read or written, or a folder ``out`` that exists.
     """
     files = sorted(Path(model).glob("*.safetensors"))
-    state = {n: t for file in files for n, t in read_safetensors(str(file), weights=False).items()}
+    headers = [read_safetensors(str(file), weights=False)[0] for file in files]
+    state = {name: tensor for header in headers for name, tensor in header.items()}
     if problems := _misfits(state, adapter, fan_in_fan_out):
         raise AdapterError(adapter.path, problems)
     try:
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 def _merge_file(
     file: Path, adapter: LoraAdapter, out: str, fan_in_fan_out: Collection[str]
 ) -> None:
-    state = read_safetensors(str(file))
+    state, _ = read_safetensors(str(file))
     here = {name: m for name, m in adapter.modules.items() if f"{name}.weight" in state}
     merge_adapter(state, replace(adapter, modules=here), fan_in_fan_out)
     write_safetensors(state, out)

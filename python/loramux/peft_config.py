@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from reprlib import repr as short
-from typing import Any, TypeVar
-
-N = TypeVar("N", int, float)
+from typing import Any
 
 _DEFAULT_ALPHA = 8.0  # LoraConfig.lora_alpha
 
@@ -40,6 +38,7 @@ _INFORMATION = {
     "task_type",
     "velora_config",
 }
+_INVOCATION = "alora_invocation_tokens"
 _READ = {
     "alpha_pattern",
     "bias",
@@ -51,7 +50,7 @@ _READ = {
     "use_rslora",
 }
 _FEATURES = {
-    "alora_invocation_tokens": "activated LoRA",
+    _INVOCATION: "activated LoRA",
     "arrow_config": "Arrow routing",
     "ensure_weight_tying": "tied adapters",
     "kasa_config": "KaSA",
@@ -66,6 +65,9 @@ _FEATURES = {
     "use_dora": "DoRA",
     "use_qalora": "QA-LoRA",
 }
+_RANK = "a whole number of at least 1"
+_ALPHA = "a finite number"
+_CORRECT = "write what the adapter was trained with"
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
 
 # Python's re backtracks: every group and repeat of a pattern multiplies the time of a match.
@@ -83,6 +85,7 @@ class PeftConfig:
         alpha: ``lora_alpha``, of the modules that ``alpha_pattern`` leaves; ``None``: no sidecar.
         use_rslora: the scale is alpha / sqrt(rank), not alpha / rank.
         target_modules: the names listed, none where they are a regular expression.
+        peft_version: whether the writer's version is stated, as recent ones do.
         notes: defaults taken.
     """
 
@@ -92,13 +95,49 @@ class PeftConfig:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     target_modules: tuple[str, ...] = ()
+    peft_version: bool = False
     notes: tuple[str, ...] = ()
+
+    def alphas(
+        self, ranks: Mapping[str, int | None], problems: list[str], notes: list[str]
+    ) -> tuple[dict[str, float | None], list[str]]:
+        """Each module's alpha, and a sentence for each pattern that matches none.
+
+        Args:
+            ranks: of the modules' tensors, which must be those stated; ``None``: not known.
+        """
+        by_rank, idle_ranks = keys_by_module(self.rank_pattern, ranks, problems)
+        by_alpha, idle_alphas = keys_by_module(self.alpha_pattern, ranks, problems)
+        crossed = []
+        for name, rank in ranks.items():
+            stated = self.rank_pattern[by_rank[name]] if name in by_rank else self.rank
+            if rank is not None and stated not in (None, rank):
+                problems.append(
+                    f"module {name!r} has rank {rank}; expected {stated}, as the config says: "
+                    "bring weights and config of one adapter together"
+                )
+            if by_rank.get(name) != by_alpha.get(name) and name in by_rank and name in by_alpha:
+                crossed.append(name)
+        if crossed and not self.peft_version:
+            notes.append(
+                "a PEFT before 0.14 took one key for both patterns, so that the alpha of "
+                f"{crossed} may have been another in training"
+            )
+        idle = [f"the pattern {key!r} matches no module" for key in idle_ranks + idle_alphas]
+        alphas = {
+            name: self.alpha_pattern[by_alpha[name]] if name in by_alpha else self.alpha
+            for name in ranks
+        }
+        return alphas, idle
 
 
 def parse_peft_config(config: object, problems: list[str]) -> PeftConfig:
     """Check a sidecar's value, or a ``LoraConfig.to_dict()``. Faults go to ``problems``."""
     if not (isinstance(config, Mapping) and config.keys() & {"peft_type", "r", "lora_alpha"}):
-        problems.append(f"the config is {short(config)}; expected PEFT's LoraConfig as a mapping")
+        problems.append(
+            f"the config is {short(config)}; expected PEFT's LoraConfig as a mapping: save the "
+            "adapter with PEFT"
+        )
         return PeftConfig()
 
     def checked(name: str, default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
@@ -110,9 +149,25 @@ def parse_peft_config(config: object, problems: list[str]) -> PeftConfig:
     for name, value in config.items():
         if name not in _INFORMATION | _READ and not (value is None or value in (False, (), [], {})):
             feature = _FEATURES.get(name, "a feature loramux does not know")
-            problems.append(f"config field {name!r} is {short(value)}: {feature} is not served")
-    checked("peft_type", "LORA", lambda v: v == "LORA", "'LORA', the one method served")
-    checked("bias", "none", lambda v: v == "none", "'none': trained biases are not served")
+            remedy = "export the adapter as a plain LoRA"
+            if name == _INVOCATION:
+                remedy = "remove the field if rows before the invocation are sent as the base's"
+            problems.append(
+                f"config field {str(name)[:256]!r} is {short(value)}: {feature} is not served; "
+                f"expected none or its default: {remedy}"
+            )
+    checked(
+        "peft_type",
+        "LORA",
+        lambda v: v == "LORA",
+        "'LORA', the one method served: export the adapter as a plain LoRA",
+    )
+    checked(
+        "bias",
+        "none",
+        lambda v: v == "none",
+        "'none', trained biases are not served: train without them",
+    )
     checked(
         "init_lora_weights",
         True,
@@ -123,20 +178,23 @@ def parse_peft_config(config: object, problems: list[str]) -> PeftConfig:
     targets = config.get("target_modules")
     names = targets if isinstance(targets, (list, tuple, set)) else ()
     return PeftConfig(
-        rank=checked("r", None, _is_rank, "a whole number of at least 1"),
-        alpha=checked("lora_alpha", _DEFAULT_ALPHA, is_alpha, "a finite number"),
-        use_rslora=checked("use_rslora", False, lambda v: isinstance(v, bool), "true or false"),
-        rank_pattern=_pattern("rank_pattern", config, _is_rank, problems),
-        alpha_pattern=_pattern("alpha_pattern", config, is_alpha, problems),
+        rank=checked("r", None, _is_rank, f"{_RANK}: {_CORRECT}"),
+        alpha=checked("lora_alpha", _DEFAULT_ALPHA, is_alpha, f"{_ALPHA}: {_CORRECT}"),
+        use_rslora=checked(
+            "use_rslora", False, lambda v: isinstance(v, bool), f"true or false: {_CORRECT}"
+        ),
+        rank_pattern=_pattern("rank_pattern", config, _is_rank, _RANK, problems),
+        alpha_pattern=_pattern("alpha_pattern", config, is_alpha, _ALPHA, problems),
         target_modules=tuple(name for name in names if isinstance(name, str)),
+        peft_version=bool(config.get("peft_version")),
         notes=() if "lora_alpha" in config else (f"lora_alpha is absent: {_DEFAULT_ALPHA:g}",),
     )
 
 
-def numbers_by_module(
-    pattern: Mapping[str, N], modules: Collection[str], problems: list[str]
-) -> tuple[dict[str, N], list[str]]:
-    """The number of each module that a key of ``pattern`` matches; the keys that give none.
+def keys_by_module(
+    pattern: Collection[str], modules: Collection[str], problems: list[str]
+) -> tuple[dict[str, str], list[str]]:
+    """The key of ``pattern`` that matches each module, of those that have one; the idle keys.
 
     The rule is that of PEFT's ``get_pattern_key``: the first key that matches the name's end.
     """
@@ -148,15 +206,14 @@ def numbers_by_module(
             if time.monotonic() > deadline:
                 problems.append(
                     f"{len(pattern)} patterns for {len(modules)} modules take more than "
-                    f"{_MAX_PATTERN_SECONDS:g} s to match; expected the modules' names as keys"
+                    f"{_MAX_PATTERN_SECONDS:g} s to match; expected less: name the modules in full"
                 )
                 return {}, []
             if regex.match(module):
                 keys[module] = key
                 break
-    numbers = {module: pattern[key] for module, key in keys.items()}
     used = set(keys.values())
-    return numbers, [key for key in pattern if key not in used]
+    return keys, [key for key in pattern if key not in used]
 
 
 def is_alpha(value: Any) -> bool:
@@ -173,19 +230,25 @@ def _pattern(
     name: str,
     config: Mapping[str, Any],
     is_number: Callable[[object], bool],
+    expected: str,
     problems: list[str],
 ) -> dict[str, Any]:
     """The entries of a ``rank_pattern`` or ``alpha_pattern`` that are safe to match with."""
     entries = config.get(name) or {}
     if not isinstance(entries, Mapping):
-        problems.append(f"config field {name!r} is {short(entries)}; expected a mapping")
+        problems.append(
+            f"config field {name!r} is {short(entries)}; expected a mapping: {_CORRECT}"
+        )
         return {}
     pattern = {}
     for key, number in entries.items():
         if fault := _key_fault(key):
             problems.append(f"config field {name!r} has the key {short(key)}, {fault}")
         elif not is_number(number):
-            problems.append(f"config field {name!r} has {short(number)} for the key {short(key)}")
+            problems.append(
+                f"config field {name!r} has {short(number)} for the key {short(key)}; expected "
+                f"{expected}: {_CORRECT}"
+            )
         else:
             pattern[key] = number
     return pattern
@@ -193,7 +256,7 @@ def _pattern(
 
 def _key_fault(key: object) -> str | None:
     if not isinstance(key, str):
-        return "which is no string"
+        return "which is no string; expected a module's name: name it"
     plain = key.replace("(?:", "(")
     choices = len(re.findall(r"[*+(]", plain))
     if len(key) > _MAX_PATTERN_CHARS or choices > _MAX_CHOICES or re.search(r"[?{]|\)[*+]", plain):
@@ -203,6 +266,6 @@ def _key_fault(key: object) -> str | None:
         )
     try:
         re.compile(key)
-    except re.error as error:
-        return f"which is no regular expression: {error}"
+    except (re.error, FutureWarning) as error:
+        return f"which is no regular expression ({error}); expected a module's name: name it"
     return None

@@ -269,12 +269,12 @@ def _pack_piece(piece: _Piece, address: int, image: torch.Tensor, dtype: torch.d
         )
         if fault:
             return (
-                f"{piece.name} has {_FAULTS[fault]} ({dtype}) at element {index} of "
-                "this rank's part: re-save it without, or serve it in float32"
+                f"{piece.name} has {_FAULTS[fault]} ({dtype}) at element {index} of this rank's "
+                "part; expected finite values: re-save it without, or serve it in float32"
             )
     unseen = source.is_meta and all(b.part.numel() < source.numel() for b in piece.blocks)
     if unseen and not _host.all_finite(address, DTYPE_CODES[source.dtype], source.numel()):
-        return f"{piece.name} has {_FAULTS[1]}: re-save it without"
+        return f"{piece.name} has {_FAULTS[1]}; expected finite values: re-save it without"
     return None
 
 

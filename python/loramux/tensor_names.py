@@ -16,34 +16,52 @@ _TENSOR = re.compile(
 _BASE_COPY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.base_layer\.weight")
 _PATH = re.compile(r"[^./\\]+(\.[^./\\]+)*")
 
+_PLAIN = "expected lora_A and lora_B alone: export the adapter as a plain LoRA"
+_PEFTS = "expected PEFT's names"
+
 # What else is in the wild, none of it served. No name that is served matches any of these.
 _LAYOUTS = [
     (re.compile(pattern), what)
     for pattern, what in (
-        (r"\.hada_", "LoHa factors, which are no plain LoRA"),
-        (r"\.lokr_", "LoKr factors, which are no plain LoRA"),
-        (r"\.(dora_scale|lora_magnitude_vector)\b", "DoRA magnitudes; DoRA is not served"),
-        (r"\.lora_mid\b", "a Tucker core of a convolution, which is no plain LoRA"),
+        (r"\.hada_", f"LoHa factors; {_PLAIN}"),
+        (r"\.lokr_", f"LoKr factors; {_PLAIN}"),
+        (r"\.(dora_scale|lora_magnitude_vector)\b", f"DoRA magnitudes; {_PLAIN}"),
+        (r"\.lora_mid\b", f"a Tucker core of a convolution; {_PLAIN}"),
         (
             r"^lora_[^.]+\.|\.lora_(down|up)\b|^diffusion_model\.",
-            "kohya layout, whose names are ambiguous: name every module with "
+            f"kohya layout, whose names are ambiguous; {_PEFTS}: name every module with "
             "convert_keys=converters.kohya(name_map)",
         ),
         (
             r"^(transformer|unet|text_encoder|text_encoder_2)\.",
-            "Diffusers layout: read with convert_keys=converters.diffusers()",
+            f"Diffusers layout; {_PEFTS}: read a LoRA of linears with "
+            "convert_keys=converters.diffusers()",
         ),
         (
             r"\.lora_[ab]$",
-            "MLX layout, A and B transposed: read with convert_keys=converters.mlx(scale=...)",
+            f"MLX layout, A and B transposed; {_PEFTS}: read with "
+            "convert_keys=converters.mlx(scale=...)",
         ),
-        (r"\.(linear_in|linear_out|lora_kqv_adapter)\.", "Megatron layout: export to PEFT"),
-        (r"(\.base_layer|\bexperts)\.lora_", "expert parameters, which are not served"),
-        (r"\.lora_B(\.[^.]+)?\.bias$", "LoRA bias, which is not served"),
-        (r"trainable_tokens_", "trained token embeddings, which are not served"),
+        (
+            r"\.(linear_in|linear_out|lora_kqv_adapter)\.",
+            f"Megatron layout; {_PEFTS}: export the adapter to PEFT",
+        ),
+        (
+            r"(\.base_layer|\bexperts)\.lora_",
+            f"expert parameters, which are not served; {_PLAIN}, without target_parameters",
+        ),
+        (
+            r"\.lora_B(\.[^.]+)?\.bias$",
+            f"LoRA bias, which is not served; {_PLAIN}, without lora_bias",
+        ),
+        (
+            r"trainable_tokens_",
+            f"trained token embeddings, which are not served; {_PLAIN}, without "
+            "trainable_token_indices",
+        ),
         (
             r"\.base_layer\.(weight|bias)$",
-            "a copy of base weights, not known to equal the model's: save with "
+            "a copy of base weights; expected none, or one known to equal the model's: save with "
             "save_embedding_layers=False, or read with convert_keys=drop_base_copies(base)",
         ),
     )
@@ -63,13 +81,18 @@ def group_factors(names: Iterable[str], problems: list[str]) -> dict[str, dict[s
         factor = match["factor"]
         parts = groups.setdefault(match["module"], {})
         if factor in parts:
-            problems.append(f"tensors {parts[factor]!r} and {name!r} are both one {factor}")
+            problems.append(
+                f"tensors {parts[factor]!r} and {name!r} are both one {factor}; expected one: "
+                "remove either"
+            )
         parts[factor] = name
         if factor != "alpha":
             adapters.add(match["adapter"] or "")
     problems += [f"tensors {found}: {what}" for what, found in foreign.items()]
     if len(adapters) > 1:
-        problems.append(f"tensors of the adapters {sorted(adapters)}; expected one adapter")
+        problems.append(
+            f"tensors of the adapters {sorted(adapters)}; expected one adapter: save each alone"
+        )
     return groups
 
 
@@ -82,7 +105,10 @@ def copied_module(name: str) -> str | None:
 def _identify(name: str) -> re.Match[str] | str:
     """A served tensor's parts, or what the tensor is instead."""
     if len(name) > MAX_NAME_CHARS or not name.isprintable() or not _PATH.fullmatch(name):
-        return f"no name; expected printable parts joined by dots, at most {MAX_NAME_CHARS} long"
+        return (
+            f"no module names; expected printable parts joined by dots, at most {MAX_NAME_CHARS} "
+            "characters: rename them"
+        )
     for pattern, what in _LAYOUTS:
         if pattern.search(name):
             return what
@@ -90,5 +116,8 @@ def _identify(name: str) -> re.Match[str] | str:
     if match and bool(match["weight"]) == (match["factor"] in LINEAR):
         return match
     if name.endswith((".weight", ".bias")):
-        return "full weights (modules_to_save), which are not served"
-    return "no LoRA tensor; expected base_model.model.<module>.lora_A.weight or lora_B.weight"
+        return f"full weights (modules_to_save), which are not served; {_PLAIN}"
+    return (
+        "no LoRA tensors; expected base_model.model.<module>.lora_A.weight and lora_B.weight: "
+        "remove them, or read another layout with one of loramux.converters"
+    )
