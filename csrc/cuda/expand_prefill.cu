@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(num_warps(kGroups) * kLanes, kCtas)
   BColumns<T, kGroups, 1> b;
   b.load(weights, warp_column, width, 0);
   if (threadIdx.x < kOwnRows) {
-    const TileRows& tile = threadIdx.x < kPrefillRows ? tiles[0] : tiles[kOwn - 1];
+    const TileRows tile = threadIdx.x < kPrefillRows ? tiles[0] : tiles[kOwn - 1];
     const TileRow row = find_row(args.plan, tile, threadIdx.x % kPrefillRows, args.rows);
     row_index[threadIdx.x] = row.index;
     row_factor[threadIdx.x] = row.scale;
@@ -141,8 +141,13 @@ __global__ void __launch_bounds__(num_warps(kGroups) * kLanes, kCtas)
   b.arrange();
   __syncthreads();
 
+  const int first_passes = (tiles[0].count + kRows - 1) / kRows;
 #pragma unroll 1
   for (int pass = 0; pass < passes; ++pass) {
+    if (kOwn > 1 && pass >= first_passes && pass < kTilePasses) {  // a tile of few rows
+      ask_for_y(pass + kAhead);
+      continue;
+    }
     if (kOwn > 1 && pass == kTilePasses && own_weights[1].b != weights.b) {
       weights = own_weights[1];
       b.load(weights, warp_column, width, 0);

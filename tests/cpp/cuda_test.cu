@@ -99,6 +99,23 @@ TYPED_TEST(CudaKernels, EmbeddingMatchesTheDefinitionAndUnknownIdsTouchNothing) 
   }
 }
 
+// Enough columns and rows for CTAs of two tiles: of one slot, of two, of few rows, and gathered.
+TEST_F(CudaTest, TilesThatShareACtaMatchTheDefinition) {
+  std::vector<int32_t> few_of_two(1000, 1);
+  few_of_two[0] = 2;
+  few_of_two[500] = 3;
+  for (const auto& [shape, slots] :
+       {std::pair<Shape, std::vector<int32_t>>{{8, {6152}, {8, 16}, 16, 0}, few_of_two},
+        {{8, {5000}, {32, 8}, 32, 8}, {1, 2, 2}},
+        {{8, {4104}, {8, 40, 0}, 64, 0}, {1, 2, 2, 3}}}) {
+    SCOPED_TRACE(testing::Message() << "max_rank " << shape.max_rank);
+    Problem<__nv_bfloat16> problem(shape, 9000);
+    problem.set_plan(slots);
+    EXPECT_CUDA(apply_cuda(problem.args(), stream()));
+    expect_same_bits(problem.y.read(), problem.want_y());
+  }
+}
+
 constexpr int64_t kRowsOfBits = 65;
 
 // y of every row under slot 1 in a tile of this kind. The plans are of kRowsOfBits rows: all of slot 1, or a
