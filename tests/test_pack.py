@@ -27,14 +27,11 @@ SOURCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def pack(
     source: torch.Tensor, padded: tuple[int, int], dtype: torch.dtype
 ) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Pack a source as the second block of an image: the block's bytes, and pack's result."""
+    """Pack a source as the second block of an image: the block's bytes, and its fault."""
     size = math.prod(padded) * dtype.itemsize
     end = -(-size // _host.BLOCK_ALIGN) * _host.BLOCK_ALIGN
     image = torch.full((end + 2 * _host.BLOCK_ALIGN,), 0xFF, dtype=torch.uint8)
-    result = _host.pack(
-        image.data_ptr(),
-        len(image),
-        CODES[dtype],
+    item = (
         source.data_ptr(),
         CODES[source.dtype],
         source.shape,
@@ -42,9 +39,11 @@ def pack(
         padded,
         _host.BLOCK_ALIGN,
     )
+    faults = _host.pack(image.data_ptr(), len(image), CODES[dtype], [item])
     before, block, after = image.split([_host.BLOCK_ALIGN, end, _host.BLOCK_ALIGN])
     assert bool((before == 0xFF).all() and (after == 0xFF).all())
-    return block, result
+    assert [i for i, _, _ in faults] == [0] * len(faults)
+    return block, faults[0][1:] if faults else (0, -1)
 
 
 def values(dtype: torch.dtype) -> torch.Tensor:
@@ -79,7 +78,8 @@ def test_a_source_may_start_at_any_byte() -> None:
     image = torch.empty(x.numel() * 4, dtype=torch.uint8)
     code, shape = CODES[x.dtype], (32, 8)
     source = memory.data_ptr() + 1
-    _host.pack(image.data_ptr(), len(image), code, source, code, shape, (8, 1), shape, 0)
+    block = (source, code, shape, (8, 1), shape, 0)
+    assert _host.pack(image.data_ptr(), len(image), code, [block]) == []
     assert torch.equal(image, memory[1:])
     assert _host.all_finite(source, code, x.numel())
 
@@ -125,6 +125,18 @@ def test_a_value_that_cannot_be_served_is_found(
     assert result == ((fault, 70 * COLS + 3) if fault else (0, -1))
 
 
+def test_every_block_that_cannot_be_served_is_named() -> None:
+    x = torch.ones(4, 8, 16)
+    x[1, 2, 3], x[3, 0, 1] = math.nan, 1e38
+    image = torch.empty(4 * 256, dtype=torch.uint8)
+    shape, strides = (8, 16), (16, 1)
+    blocks = [(x[i].data_ptr(), 0, shape, strides, shape, 256 * i) for i in range(4)]
+    faults = _host.pack(image.data_ptr(), len(image), CODES[torch.float16], blocks)
+    assert faults == [(1, NOT_FINITE, 2 * 16 + 3), (3, OVERFLOW, 1)]
+    good = image.view(torch.float16).view(4, 8, 16)[::2]
+    assert torch.equal(good, torch.ones(2, 8, 16, dtype=torch.float16))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -144,10 +156,8 @@ def test_a_value_that_cannot_be_served_is_found(
 def test_refuses_a_block_that_leaves_the_image(change: dict[str, Any], message: str) -> None:
     x = torch.ones(2, 4)
     image = torch.full((128,), 0xFF, dtype=torch.uint8)
-    arguments = {
-        "image": image.data_ptr(),
-        "bytes": 128,
-        "dtype": 0,
+    sizes = {"bytes": 128, "dtype": 0}
+    block = {
         "source": x.data_ptr(),
         "source_dtype": 0,
         "shape": (2, 4),
@@ -155,6 +165,8 @@ def test_refuses_a_block_that_leaves_the_image(change: dict[str, Any], message: 
         "padded": (2, 4),
         "offset": 0,
     }
+    bad = tuple((block | {k: v for k, v in change.items() if k in block}).values())
+    sizes |= {k: v for k, v in change.items() if k in sizes}
     with pytest.raises(ValueError, match=message):
-        _host.pack(**(arguments | change))
+        _host.pack(image.data_ptr(), blocks=[tuple(block.values()), bad], **sizes)
     assert bool((image == 0xFF).all())

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -57,9 +61,13 @@ def expected_bytes(adapter, layout):
     return torch.cat(blocks)
 
 
+@pytest.mark.parametrize("run_bytes", [1, 5000, 1 << 20])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_an_image_is_its_definition_however_its_bytes_are_come_by(tmp_path, dtype, world_size):
+def test_an_image_is_its_definition_however_its_bytes_are_come_by(
+    tmp_path, monkeypatch, dtype, world_size, run_bytes
+):
+    monkeypatch.setattr("loramux.store._RUN_BYTES", run_bytes)
     path = write(tmp_path, llama_tensors())
     eager = read_lora_file(path)
     digest = adapter_digest(eager)
@@ -105,13 +113,13 @@ def test_without_a_digest_a_rank_reads_its_own_bytes_alone(tmp_path, monkeypatch
         fill(memory, *where)
 
     monkeypatch.setattr(adapter_files, "_fill", count)
-    store = LoraStore(SlotLayout(llama_spec(), torch.float32, 1, 4))
+    mine = LoraStore(SlotLayout(llama_spec(), torch.float32, 1, 4))
     replicated, sharded = 4 * 4 * (HIDDEN + HIDDEN), 4 * 4 * (INNER + INNER)
-    store.read(path, digest=False)
+    mine.read(path, digest=False)
     assert sum(read) == replicated + sharded // 4
     read.clear()
-    store.read(path)
-    assert sum(read) == replicated + sharded
+    mine.read(path)
+    assert read == [replicated + sharded], "what lies together is read at once"
 
 
 def test_a_registration_without_a_digest_takes_none(tmp_path):
@@ -173,3 +181,52 @@ def test_a_file_whose_tensors_are_not_aligned_is_read(tmp_path):
     assert odd.digest == even.digest
     assert odd.entries == even.entries
     assert odd.entries[1][3] == 2.0 / 4  # the embedding's entry comes first, then q's
+
+
+def test_a_loads_threads_work_at_once_and_within_each_other(monkeypatch):
+    monkeypatch.setattr(adapter_files, "_num_threads", lambda: 2)
+    both = threading.Barrier(2, timeout=20)
+
+    def nested(i):
+        both.wait()  # every thread that there is works on an item
+        return adapter_files.in_parallel(lambda j: (i, j), range(3))
+
+    with ThreadPoolExecutor(1) as only:
+        monkeypatch.setattr(adapter_files, "_threads", lambda: only)
+        results = adapter_files.in_parallel(nested, range(2))
+    assert results == [[(i, j) for j in range(3)] for i in range(2)]
+
+
+@pytest.mark.parametrize("bad", range(2))
+def test_an_error_in_one_thread_is_raised_when_all_are_done(monkeypatch, bad):
+    monkeypatch.setattr(adapter_files, "_num_threads", lambda: 2)
+    both, done = threading.Barrier(2, timeout=20), []
+
+    def work(i):
+        both.wait()
+        if i == bad:
+            raise OSError(f"item {i}")
+        time.sleep(0.05)
+        done.append(i)
+
+    with pytest.raises(OSError, match=f"item {bad}"):
+        adapter_files.in_parallel(work, range(2))
+    assert done == [1 - bad]
+
+
+def test_a_forked_process_has_threads_of_its_own(monkeypatch):
+    monkeypatch.setattr(adapter_files, "_num_threads", lambda: 2)
+
+    def meet():
+        both = threading.Barrier(2, timeout=20)
+        adapter_files.in_parallel(lambda _: both.wait(), range(2))
+
+    meet()
+    child = os.fork()
+    if child == 0:
+        try:
+            meet()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0

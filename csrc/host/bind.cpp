@@ -243,27 +243,29 @@ void check_block(const Block& block, int64_t bytes, DType dtype) {
            " does not fit an image of ", bytes, " bytes");
 }
 
-std::tuple<int, int64_t> pack_block(uintptr_t image, int64_t bytes, int dtype_code, uintptr_t source,
-                                    int source_dtype, std::tuple<int64_t, int64_t> shape,
-                                    std::tuple<int64_t, int64_t> strides, std::tuple<int64_t, int64_t> padded,
-                                    int64_t offset) {
+using Pair = std::tuple<int64_t, int64_t>;
+using PythonBlock = std::tuple<uintptr_t, int, Pair, Pair, Pair, int64_t>;
+
+std::vector<std::tuple<int64_t, int, int64_t>> pack_blocks(uintptr_t image, int64_t bytes, int dtype_code,
+                                                           const std::vector<PythonBlock>& items) {
   const DType dtype = to_dtype(dtype_code);
-  const auto [rows, cols] = shape;
-  const auto [row_stride, col_stride] = strides;
-  const auto [padded_rows, padded_cols] = padded;
-  const Block block{reinterpret_cast<const std::byte*>(source),
-                    to_dtype(source_dtype),
-                    rows,
-                    cols,
-                    row_stride,
-                    col_stride,
-                    padded_rows,
-                    padded_cols,
-                    offset};
-  check_block(block, bytes, dtype);
+  std::vector<Block> blocks;
+  blocks.reserve(items.size());
+  for (const auto& [source, source_dtype, shape, strides, padded, offset] : items) {
+    const auto [rows, cols] = shape;
+    const auto [row_stride, col_stride] = strides;
+    const auto [padded_rows, padded_cols] = padded;
+    blocks.push_back({reinterpret_cast<const std::byte*>(source), to_dtype(source_dtype), rows, cols,
+                      row_stride, col_stride, padded_rows, padded_cols, offset});
+    check_block(blocks.back(), bytes, dtype);
+  }
+  std::vector<std::tuple<int64_t, int, int64_t>> faults;
   py::gil_scoped_release release;
-  const PackResult result = pack(block, reinterpret_cast<std::byte*>(image), dtype);
-  return {static_cast<int>(result.fault), result.index};
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    const PackResult result = pack(blocks[i], reinterpret_cast<std::byte*>(image), dtype);
+    if (result.fault != PackFault::none) faults.emplace_back(i, static_cast<int>(result.fault), result.index);
+  }
+  return faults;
 }
 
 bool is_finite(uintptr_t values, int dtype, int64_t count) {
@@ -313,8 +315,7 @@ PYBIND11_MODULE(_host, m) {
       .def("plan", &BoundPlanner::plan, py::arg("segments"), py::arg("num_slots"), py::arg("address"),
            py::arg("capacity"));
 
-  m.def("pack", &pack_block, py::arg("image"), py::arg("bytes"), py::arg("dtype"), py::arg("source"),
-        py::arg("source_dtype"), py::arg("shape"), py::arg("strides"), py::arg("padded"), py::arg("offset"));
+  m.def("pack", &pack_blocks, py::arg("image"), py::arg("bytes"), py::arg("dtype"), py::arg("blocks"));
   m.def("all_finite", &is_finite, py::arg("values"), py::arg("dtype"), py::arg("count"));
 }
 

@@ -116,31 +116,24 @@ def pack(
     image: int,
     bytes: int,
     dtype: int,
-    source: int,
-    source_dtype: int,
-    shape: tuple[int, int],
-    strides: tuple[int, int],
-    padded: tuple[int, int],
-    offset: int,
-) -> tuple[int, int]:
-    """Fill one block of an image from a matrix, rounding to nearest even. Releases the GIL.
+    blocks: Sequence[tuple[int, int, Sequence[int], Sequence[int], Sequence[int], int]],
+) -> list[tuple[int, int, int]]:
+    """Fill blocks of an image from a matrix each, rounding to nearest even. Releases the GIL.
 
     Args:
         image: address of the image.
         bytes: its size, a multiple of ``BLOCK_ALIGN``.
         dtype: code of the image's dtype.
-        source: address of the matrix.
-        source_dtype: code of its dtype.
-        shape: rows and columns of it.
-        strides: of it in elements.
-        padded: rows and columns of the block. What the matrix does not cover, up to the next
-            multiple of ``BLOCK_ALIGN``, becomes zeros.
-        offset: of the block in the image, in bytes, a multiple of ``BLOCK_ALIGN``.
+        blocks: ``(source, dtype, shape, strides, padded, offset)`` of each: the matrix's address,
+            the code of its dtype, its rows and columns, its strides in elements; the rows and
+            columns of the block, of which those the matrix lacks, up to the next multiple of
+            ``BLOCK_ALIGN``, become zeros; and where the block starts, a multiple of
+            ``BLOCK_ALIGN`` bytes.
 
     Returns:
-        ``(fault, index)``: ``(0, -1)``, or fault 1 for a NaN or Inf and 2 for a value that rounds
-        to Inf, with the first offender's place in the matrix (``row * columns + column``). The
-        block is then undefined.
+        ``(i, fault, index)`` of every block that is not as it should be, and then undefined: fault
+        1 for a NaN or Inf and 2 for a value that rounds to Inf, with the first offender's place in
+        the matrix (``row * columns + column``).
 
     Raises:
         ValueError: an unknown dtype code, or a block that leaves the image. Nothing is written.

@@ -13,9 +13,10 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -86,8 +87,8 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
         Raises:
             AdapterError: the file cannot be read.
         """
-        data = torch.empty(self._bytes, dtype=torch.uint8)
-        memory = tensor_memory(data)
+        data = _vectors(self._bytes)
+        memory = tensor_memory(data[torch.uint8])[: self._bytes]
 
         def read_chunk(start: int) -> None:
             self._read(memory[start : start + _CHUNK_BYTES], start)
@@ -103,36 +104,39 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
         Raises:
             AdapterError: the file cannot be read.
         """
-        data = torch.empty(self._bytes, dtype=torch.uint8, device="meta")
+        data = _vectors(self._bytes, "meta")
         return {name: self._outlined(entry, data) for name, entry in self._entries.items()}
 
-    def read(self, outlined: torch.Tensor, memory: memoryview) -> memoryview:
-        """The bytes of a tensor of ``outline``, or of a view of some of its rows and columns.
+    def read(self, outlined: Iterable[torch.Tensor], memory: memoryview) -> None:
+        """Read tensors of ``outline``, or views of some of their rows and columns.
 
         Args:
-            memory: where they are read to, row after row; at least as large.
+            memory: where they are read to, one after another and row after row; at least as large.
 
         Raises:
             AdapterError: the file cannot be read.
         """
-        size = outlined.dtype.itemsize
-        start = int(outlined.storage_offset()) * size
-        target = memory[: outlined.numel() * size]
-        if outlined.is_contiguous():
-            self._read(target, start)
-        else:
-            rows, columns = outlined.shape
-            for row in range(rows):
-                piece = target[row * columns * size : (row + 1) * columns * size]
-                self._read(piece, start + row * outlined.stride(0) * size)
-        return target
+        ranges: list[tuple[int, int]] = []  # of the data; those that touch are joined
+        for tensor in outlined:
+            starts, size = [int(tensor.storage_offset()) * tensor.itemsize], tensor.nbytes
+            if not tensor.is_contiguous():
+                stride = tensor.stride(0) * tensor.itemsize
+                starts = [starts[0] + row * stride for row in range(len(tensor))]
+                size //= len(tensor)
+            for start in starts:
+                first = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
+                ranges.append((first, start + size))
+        for start, end in ranges:
+            self._read(memory[: end - start], start)
+            memory = memory[end - start :]
 
     def _read(self, memory: memoryview, start: int) -> None:
         with _readable(self.path):
             _fill(memory, self._file, self._start + start)
 
-    def _outlined(self, entry: _Entry, data: torch.Tensor) -> torch.Tensor:
-        if math.prod(entry.shape) > 1 and entry.start % entry.dtype.itemsize == 0:
+    def _outlined(self, entry: _Entry, data: dict[torch.dtype, torch.Tensor]) -> torch.Tensor:
+        size = entry.dtype.itemsize
+        if entry.end - entry.start > size and entry.start % size == 0:
             return _view(data, entry)
         memory = torch.empty(entry.end - entry.start, dtype=torch.uint8)
         self._read(tensor_memory(memory), entry.start)
@@ -242,17 +246,34 @@ def tensor_memory(tensor: torch.Tensor) -> memoryview:
 
 def in_parallel(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """``[function(item) for item in items]`` over threads, for functions that release the GIL."""
-    workers = max(1, min(len(items), os.cpu_count() or 1, _MAX_THREADS))
     results: list[Any] = [None] * len(items)
     waiting = iter(range(len(items)))
 
-    def work(_: int) -> None:
+    def work() -> None:
         for i in waiting:  # shared by the threads: each takes the next
             results[i] = function(items[i])
 
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(work, range(workers)))
+    helpers = [_threads().submit(work) for _ in range(min(len(items), _num_threads()) - 1)]
+    try:
+        work()
+    finally:  # what a helper works on outlives it; one that did not begin is not waited for
+        wait(started := [helper for helper in helpers if not helper.cancel()])
+    for helper in started:
+        helper.result()
     return results
+
+
+def _num_threads() -> int:
+    return min(os.cpu_count() or 1, _MAX_THREADS)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """The threads that help those that load, started once: 16 of them take milliseconds."""
+    return ThreadPoolExecutor(_num_threads(), "loramux-files")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has none of them
 
 
 @contextmanager
@@ -392,8 +413,16 @@ def _fill(memory: memoryview, file: BinaryIO, offset: int) -> None:
         memory, offset = memory[count:], offset + count
 
 
-def _view(data: torch.Tensor, entry: _Entry) -> torch.Tensor:
-    piece = data[entry.start : entry.end]
-    if entry.start % entry.dtype.itemsize:
-        piece = piece.clone()
-    return piece.view(entry.dtype).view(entry.shape)
+def _vectors(size: int, device: str = "cpu") -> dict[torch.dtype, torch.Tensor]:
+    """Memory for ``size`` bytes of data, seen as a vector of each dtype."""
+    data = torch.empty(-(-size // 8) * 8, dtype=torch.uint8, device=device)
+    return {dtype: data.view(dtype) for dtype in (torch.uint8, *_DTYPES.values())}
+
+
+def _view(data: Mapping[torch.dtype, torch.Tensor], entry: _Entry) -> torch.Tensor:
+    size = entry.dtype.itemsize
+    if entry.start % size:
+        piece = data[torch.uint8][entry.start : entry.end].clone()
+        return piece.view(entry.dtype).view(entry.shape)
+    strides = [math.prod(entry.shape[i + 1 :]) for i in range(len(entry.shape))]
+    return data[entry.dtype].as_strided(entry.shape, strides, entry.start // size)

@@ -331,7 +331,7 @@ def _factors(
     name: str, parts: dict[str, str], tensors: Tensors, problems: list[str]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """A module's A and B, if both are what they should be."""
-    wanted = EMBEDDING if parts.keys() & set(EMBEDDING) else LINEAR
+    wanted = LINEAR if parts.keys().isdisjoint(EMBEDDING) else EMBEDDING
     if parts.keys() - {"alpha"} != set(wanted):
         problems.append(
             f"module {name!r} has {sorted(parts)}; expected {wanted[0]} and {wanted[1]}: export "
@@ -403,6 +403,8 @@ def _absent_targets(sidecar: PeftConfig, modules: Iterable[str]) -> list[str]:
     """Notes on the ``target_modules`` that no tensor bears out. A target is the end of a name."""
     absent = dict.fromkeys(sidecar.target_modules)
     for module in modules:
+        if not absent:
+            break
         path = module.split(".")
         for i in range(len(path)):
             absent.pop(".".join(path[i:]), None)

@@ -19,6 +19,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from .identity import joined_digest, tensor_digest
 from .site import table_row
 from .target import LoraTarget
 
+_RUN_BYTES = 512 << 10  # about what a thread reads, packs and digests at a time
 _FAULTS = {1: "a NaN or Inf", 2: "a value too large for the pool's dtype"}
 
 
@@ -121,7 +123,7 @@ class LoraImage:
 class _Block(NamedTuple):
     """One matrix of an image, and where it comes from."""
 
-    name: str  # "A of module 'q'"
+    name: tuple[str, str]  # "A" or "B", and the module
     factor: torch.Tensor
     part: torch.Tensor  # this rank's rows and columns of it, a view
     turned: bool  # the block is the part's transpose
@@ -129,10 +131,13 @@ class _Block(NamedTuple):
     offset: int  # bytes from the image's start
 
 
-class _Piece(NamedTuple):
-    """What a thread fetches, checks and packs at once."""
+_Source = tuple[tuple[str, str], torch.Tensor, torch.Tensor, bool]  # a block's first fields
 
-    name: str
+
+class _Piece(NamedTuple):
+    """What is read, checked and digested as one."""
+
+    name: tuple[str, str]
     source: torch.Tensor  # a factor, or this rank's part of one
     blocks: list[_Block]  # what is made of it
 
@@ -158,25 +163,49 @@ def pack_image(
     blocks, entries, size = _lay_out(adapter, layout)
     pieces = _pieces(adapter, blocks, whole=digest)
     image = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
-    scratch = _Scratch(max((p.source.nbytes for p in pieces if p.source.is_meta), default=0))
+    runs = _runs(pieces)
+    scratch = _Scratch(max((_file_bytes(run) for run in runs), default=0))
+    digests: dict[int, bytes] = {}  # by the factor's id
 
-    def pack(piece: _Piece) -> tuple[str | None, bytes]:
-        source = piece.source
-        if file is not None and source.is_meta:
-            address, memory = scratch.address, file.read(source, scratch.memory)
-        else:
+    def pack(run: list[_Piece]) -> list[str]:
+        if file is not None:
+            file.read([piece.source for piece in run if piece.source.is_meta], scratch.memory)
+        addresses, end = [], 0
+        for _, source, _ in run:
             address, memory = source.data_ptr(), None
-        problem = _pack_piece(piece, address, image, layout.dtype)
-        return problem, tensor_digest(source, memory) if digest else b""
+            if source.is_meta:
+                start, end = end, end + source.nbytes
+                address, memory = scratch.address + start, scratch.memory[start:end]
+            addresses.append(address)
+            if digest:
+                digests[id(source)] = tensor_digest(source, memory)
+        return _pack_run(run, addresses, image, layout.dtype)
 
-    problems, digests = zip(*in_parallel(pack, pieces), strict=True) if pieces else ((), ())
-    if found := [problem for problem in problems if problem is not None]:
-        raise AdapterError(adapter.path, found)
-    return LoraImage(image, entries, joined_digest(adapter, digests) if digest else b"")
+    if problems := list(chain.from_iterable(in_parallel(pack, runs))):
+        raise AdapterError(adapter.path, problems)
+    in_order = (digests[id(factor)] for factor in adapter.factors)
+    return LoraImage(image, entries, joined_digest(adapter, in_order) if digest else b"")
+
+
+def _runs(pieces: list[_Piece]) -> list[list[_Piece]]:
+    """Pieces that lie one after another in the file, in runs of ``_RUN_BYTES`` or a little more."""
+    runs: list[list[_Piece]] = []
+    size = _RUN_BYTES
+    for piece in sorted(pieces, key=lambda piece: piece.source.storage_offset()):
+        if size >= _RUN_BYTES:
+            runs.append([])
+            size = 0
+        runs[-1].append(piece)
+        size += piece.source.nbytes
+    return runs
+
+
+def _file_bytes(run: list[_Piece]) -> int:
+    return sum(piece.source.nbytes for piece in run if piece.source.is_meta)
 
 
 class _Scratch(threading.local):
-    """Memory of each thread's own, for one tensor after another: it stays in cache."""
+    """Memory of each thread's own, for one run after another: it stays in cache."""
 
     def __init__(self, size: int) -> None:
         data = torch.empty(size, dtype=torch.uint8)
@@ -194,10 +223,9 @@ def _lay_out(
     for site in layout.sites:
         parts = [placed.get((site.target, site.layer, i)) for i in range(site.local.num_slices)]
         ranks = [padded_rank(part.a.shape[0]) if part else 0 for part in parts]
+        sources = _sources(adapter, parts, site, layout)
         offsets = []
-        for source, shape in zip(
-            _sources(adapter, parts, site, layout), block_shapes(site.local, ranks), strict=True
-        ):
+        for source, shape in zip(sources, block_shapes(site.local, ranks), strict=True):
             offsets.append(end // _host.BLOCK_ALIGN)
             if source is not None:
                 blocks.append(_Block(*source, shape, end))
@@ -210,72 +238,73 @@ def _lay_out(
 
 def _sources(
     adapter: LoraAdapter, parts: list[PlacedSlice | None], site: LocalSite, layout: SlotLayout
-) -> list[tuple[str, torch.Tensor, torch.Tensor, bool] | None]:
+) -> list[_Source | None]:
     """The first fields of a site's blocks in image order: A of each slice, then B of each."""
-    a_sources: list[tuple[str, torch.Tensor, torch.Tensor, bool] | None] = []
+    a_sources: list[_Source | None] = [None] * len(parts)
     b_sources = a_sources.copy()
     for i, part in enumerate(parts):
-        if part is None:
-            a_sources.append(None)
-            b_sources.append(None)
-            continue
-        a, b = site.declared.shard_views(i, part.a, part.b, layout.rank, layout.world_size)
-        module = adapter.modules[part.module]
-        turned = site.local.kind == "embedding"
-        a_sources.append((f"A of module {part.module!r}", module.a, a, turned))
-        b_sources.append((f"B of module {part.module!r}", module.b, b, False))
+        if part is not None:
+            a, b = site.declared.shard_views(i, part.a, part.b, layout.rank, layout.world_size)
+            module = adapter.modules[part.module]
+            a_sources[i] = ("A", part.module), module.a, a, site.local.kind == "embedding"
+            b_sources[i] = ("B", part.module), module.b, b, False
     return a_sources + b_sources
 
 
 def _pieces(adapter: LoraAdapter, blocks: Iterable[_Block], whole: bool) -> list[_Piece]:
-    """The part of each block alone, or every whole factor of an adapter in the digest's order."""
+    """The part of each block alone, or every whole factor of an adapter."""
     if not whole:
         return [_Piece(block.name, block.part, [block]) for block in blocks]
     made_of = defaultdict(list)
     for block in blocks:
         made_of[id(block.factor)].append(block)
     return [
-        _Piece(f"{letter} of module {name!r}", factor, made_of[id(factor)])
+        _Piece((letter, name), factor, made_of[id(factor)])
         for name, module in sorted(adapter.modules.items())
         for letter, factor in (("A", module.a), ("B", module.b))
     ]
 
 
-def _pack_piece(piece: _Piece, address: int, image: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Pack the blocks made of a piece, whose source lies at ``address``.
+def _pack_run(
+    run: list[_Piece], addresses: list[int], image: torch.Tensor, dtype: torch.dtype
+) -> list[str]:
+    """Pack the blocks made of pieces, whose sources lie at ``addresses``.
 
     Returns:
-        What is wrong with it. All of a source that was read is checked, packed or not.
+        What is wrong with them. All of a source that was read is checked, packed or not.
     """
-    source = piece.source
-    for block in piece.blocks:
-        part = block.part
-        start = int(part.storage_offset() - source.storage_offset()) * source.dtype.itemsize
-        rows, columns = part.shape
-        row_stride, column_stride = part.stride()
-        if part is source and source.is_meta:  # it was read alone, without the columns beside it
-            row_stride = columns
-        shape, strides = (rows, columns), (row_stride, column_stride)
-        fault, index = _host.pack(
-            image.data_ptr(),
-            image.numel(),
-            DTYPE_CODES[dtype],
-            address + start,
-            DTYPE_CODES[source.dtype],
-            shape[::-1] if block.turned else shape,
-            strides[::-1] if block.turned else strides,
-            block.shape,
-            block.offset,
+    items = [
+        (piece, _host_block(block, piece.source, address))
+        for piece, address in zip(run, addresses, strict=True)
+        for block in piece.blocks
+    ]
+    blocks = [block for _, block in items]
+    problems: dict[tuple[str, str], str] = {}
+    for i, fault, index in _host.pack(image.data_ptr(), image.numel(), DTYPE_CODES[dtype], blocks):
+        problems.setdefault(
+            items[i][0].name,
+            f"{_FAULTS[fault]} ({dtype}) at element {index} of this rank's part; expected finite "
+            "values: re-save it without, or serve it in float32",
         )
-        if fault:
-            return (
-                f"{piece.name} has {_FAULTS[fault]} ({dtype}) at element {index} of this rank's "
-                "part; expected finite values: re-save it without, or serve it in float32"
-            )
-    unseen = source.is_meta and all(b.part.numel() < source.numel() for b in piece.blocks)
-    if unseen and not _host.all_finite(address, DTYPE_CODES[source.dtype], source.numel()):
-        return f"{piece.name} has {_FAULTS[1]}; expected finite values: re-save it without"
-    return None
+    for (name, source, parts), address in zip(run, addresses, strict=True):
+        unseen = source.is_meta and all(b.part.numel() < source.numel() for b in parts)
+        if unseen and not _host.all_finite(address, DTYPE_CODES[source.dtype], source.numel()):
+            problems.setdefault(name, f"{_FAULTS[1]}; expected finite values: re-save it without")
+    return [f"{factor} of module {name!r} has {text}" for (factor, name), text in problems.items()]
+
+
+def _host_block(
+    block: _Block, source: torch.Tensor, address: int
+) -> tuple[int, int, Sequence[int], Sequence[int], Sequence[int], int]:
+    """A block as ``_host.pack`` takes it, made of a source that lies at ``address``."""
+    part = block.part
+    address += int(part.storage_offset() - source.storage_offset()) * part.itemsize
+    shape, strides = part.shape, part.stride()
+    if part is source and source.is_meta:  # it was read alone, without the columns beside it
+        strides = (shape[1], 1)
+    if block.turned:
+        shape, strides = shape[::-1], strides[::-1]
+    return address, DTYPE_CODES[part.dtype], shape, strides, block.shape, block.offset
 
 
 class LoraStore:

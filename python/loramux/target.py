@@ -168,7 +168,11 @@ class LoraTarget:
         """:meth:`shard_pair` without alignment rows: always views."""
         col, cols = self.input_cols(rank, world_size)
         row, rows = self.slice_rows(slice_idx, rank, world_size)
-        return a[:, col : col + cols], b[row : row + rows]
+        if cols != a.shape[1]:
+            a = a[:, col : col + cols]
+        if rows != len(b):
+            b = b[row : row + rows]
+        return a, b
 
     def slice_index(self, shard_id: ShardId) -> int:
         """Which slice a checkpoint module lands on, from its stacked-shard id.

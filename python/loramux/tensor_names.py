@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 MAX_NAME_CHARS = 256
+_NAMES_KEPT = 8192
+_NO_NAME = (
+    f"no module names; expected printable parts joined by dots, at most {MAX_NAME_CHARS} "
+    "characters: rename them"
+)
 LINEAR = ("lora_A", "lora_B")
 EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 
@@ -104,11 +110,15 @@ def copied_module(name: str) -> str | None:
 
 def _identify(name: str) -> re.Match[str] | str:
     """A served tensor's parts, or what the tensor is instead."""
-    if len(name) > MAX_NAME_CHARS or not name.isprintable() or not _PATH.fullmatch(name):
-        return (
-            f"no module names; expected printable parts joined by dots, at most {MAX_NAME_CHARS} "
-            "characters: rename them"
-        )
+    if len(name) > MAX_NAME_CHARS:
+        return _NO_NAME
+    return _identify_short(name)
+
+
+@lru_cache(_NAMES_KEPT)  # a model's adapters have their names in common
+def _identify_short(name: str) -> re.Match[str] | str:
+    if not name.isprintable() or not _PATH.fullmatch(name):
+        return _NO_NAME
     for pattern, what in _LAYOUTS:
         if pattern.search(name):
             return what
