@@ -159,7 +159,7 @@ def _speed_rows(
         if job["job"] not in ("decode", "prefill"):
             continue
         for figure in job["result"]:
-            value = figure.get("ms_per_step") or figure["ms"]
+            value = figure["ms_per_step" if job["job"] == "decode" else "ms"]
             key = (job["job"], about["layers"])
             if about["backend"] == "none":
                 baseline[key] = value

@@ -32,6 +32,12 @@ def with_entry(*data: bytes, **fields: object) -> bytes:
         (safetensors_bytes(b"[]"), "starting b'['", "start with b'{'", ANEW),
         (safetensors_bytes(b'{"a":' + b"[" * 10_000), "nested too deep", "JSON", ANEW),
         (safetensors_bytes(b'{"a":1,"a":2}'), "the key 'a' twice", "JSON", ANEW),
+        (
+            safetensors_bytes(b'{"__metadata__":{"a":"\\uD800"}}'),
+            "a string that is no Unicode",
+            "JSON",
+            ANEW,
+        ),
         (safetensors_bytes(b'{"a":'), "malformed JSON", "JSON", ANEW),
         (safetensors_bytes(b"{\xff}"), "bytes that are no UTF-8 (at ", "JSON", ANEW),
         (safetensors_bytes("{}".encode("utf-16-le")), "malformed JSON", "JSON", ANEW),

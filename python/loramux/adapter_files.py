@@ -12,6 +12,7 @@ import ctypes
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -35,6 +36,7 @@ _PICKLE = (
     "a pickle, which can run code as it is read; expected safetensors: re-save the adapter as "
     "safetensors"
 )
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON's escape of half a character past 16 bits
 _ANEW = "download or export the file anew"
 _DTYPES = {
     "F64": torch.float64,
@@ -223,7 +225,12 @@ def parse_json(text: bytes) -> Any:
         return value
 
     try:
-        return json.loads(text.decode(), object_pairs_hook=unique)
+        value = json.loads(text.decode(), object_pairs_hook=unique)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError as error:
+        raise ValueError("a string that is no Unicode (half a surrogate pair)") from error
     except KeyError as error:
         raise ValueError(f"the key {error.args[0][:256]!r} twice") from error
     except RecursionError as error:
