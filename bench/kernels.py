@@ -26,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", help="only cases whose name contains one of these texts, set apart by |"
     )
-    parser.add_argument("--part", choices=["shrink", "expand"], help="time this half alone")
+    parser.add_argument(
+        "--part",
+        choices=["shrink", "expand", "pair"],
+        help="time this half alone; pair: both as two calls, to see where one kernel for both pays",
+    )
     parser.add_argument("--no-torch", action="store_true", help="leave the torch column out")
 
 
@@ -71,6 +75,9 @@ def measure(peer: dict[str, Any], part: str | None, *, with_torch: bool) -> dict
         None: lambda i: lora_apply_(y, x, sites[i % layers], plan),
         "shrink": lambda i: lora_shrink(x, sites[i % layers], plan, h),
         "expand": lambda i: lora_expand_(y, h, sites[i % layers], plan),
+        "pair": lambda i: lora_expand_(
+            y, lora_shrink(x, sites[i % layers], plan, h), sites[i % layers], plan
+        ),
     }[part]
     us = graph_us(call, count)
     torch_us = None

@@ -154,7 +154,8 @@ int apply(const ApplyArgs& args, void* stream) {
 
 }  // namespace
 
-// Measured on an H200 (bench/NOTES.md): faster than two kernels while an SM has no more than one of its CTAs.
+// Measured on an H200: faster than two kernels while an SM has no more than one of its CTAs (`python -m bench
+// kernels` beside `--part pair`).
 bool apply_decode_serves(const ApplyArgs& args) {
   const Site& site = args.shrink.site;
   if (!shrink_decode_serves(args.shrink) || !expand_serves(args.expand) || site.max_rank > 64 ||
