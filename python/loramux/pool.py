@@ -307,9 +307,11 @@ class LoraPool(Resource):
         images: dict[Registration, LoraImage] = {}
         while True:
             with self._lock:
-                slots = [self._slot_of.get(registration) for registration in wanted]
-                missing = dict.fromkeys(compress(wanted, [slot is None for slot in slots]))
-                free = self._free_slots(slots, len(missing)) if missing else []
+                found = list(map(self._slot_of.get, wanted))
+                if None not in found:
+                    return self._lease(wanted, (), leases)
+                missing = dict.fromkeys(compress(wanted, [slot is None for slot in found]))
+                free = self._free_slots(found, len(missing))
                 if all(registration in images for registration in missing):
                     self._install({r: images[r] for r in missing}, free, move_leased=leases > 0)
                     return self._lease(wanted, missing, leases)
@@ -323,7 +325,7 @@ class LoraPool(Resource):
         self._counts["hits"] += len(wanted) - len(installed)
         self._counts["misses"] += len(installed)
         self._clock += 1
-        slots = [self._slot_of[registration] for registration in wanted]
+        slots = list(map(self._slot_of.__getitem__, wanted))
         for slot in slots:
             slot.leases += leases
             slot.used_at = self._clock
