@@ -71,12 +71,6 @@ __device__ inline uint4 load_weights16(const void* p) {
   return v;
 }
 
-__device__ inline uint2 load_weights8(const void* p) {
-  uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
-
 // Written by an earlier kernel, so never before wait_for_earlier_kernels() nor through the non-coherent
 // cache.
 __device__ inline uint4 load16(const void* p) {
@@ -174,10 +168,6 @@ __device__ inline void make_barrier(uint64_t* barrier, uint32_t arrivals) {
 
 __device__ inline void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-__device__ inline void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 // Arrives, and expects `bytes` of asynchronous copies or stores in this phase.
