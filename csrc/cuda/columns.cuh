@@ -9,10 +9,9 @@
 
 namespace loramux {
 
-inline constexpr int kRows = 8;  // of a pass: the columns of a tensor-core tile
-inline constexpr int kBlockColumns =
-    64;  // of y: four tensor-core tiles; a lane ends with 8 neighbours of them
-inline constexpr int kTiles = 4;
+inline constexpr int kRows = 8;           // of a pass: the columns of a tensor-core tile
+inline constexpr int kTiles = 4;          // of a block
+inline constexpr int kBlockColumns = 64;  // of y; a lane ends with 8 neighbours of them
 
 // Which slice a CTA's (or a cluster's) columns lie in, and where. columns_of_cta: a power of two.
 struct ColumnRange {

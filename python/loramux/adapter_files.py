@@ -189,6 +189,22 @@ def read_sidecar(path: str) -> dict[str, Any] | None:
     return config
 
 
+@contextmanager
+def new_folder(path: str) -> Iterator[None]:
+    """Make the folder ``path``, for what the block writes there.
+
+    Raises:
+        AdapterError: the folder exists, or the block met an ``OSError``.
+    """
+    try:
+        os.makedirs(path)
+        yield
+    except OSError as error:
+        raise AdapterError(
+            path, [f"cannot be written: {error.strerror}; expected the path of a new folder"]
+        ) from error
+
+
 def write_safetensors(tensors: Mapping[str, torch.Tensor], path: str) -> None:
     """Write CPU tensors, of the dtypes that are read, as a safetensors file.
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from .adapter_files import write_safetensors
+from .adapter_files import new_folder, write_safetensors
 from .checkpoint import ConvertKeys, LoraAdapter, Tensors, read_lora_file
 from .converters import diffusers, kohya, mlx
 from .errors import AdapterError, SpecError
@@ -33,15 +33,10 @@ def write_peft(adapter: LoraAdapter, folder: str) -> None:
             of a pattern.
     """
     config = json.dumps(_config(adapter), indent=2)
-    try:
-        os.makedirs(folder)
+    with new_folder(folder):
         write_safetensors(_tensors(adapter), os.path.join(folder, "adapter_model.safetensors"))
         with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
             file.write(config)
-    except OSError as error:
-        raise AdapterError(
-            folder, [f"cannot be written: {error.strerror}; expected the path of a new folder"]
-        ) from error
 
 
 def run(args: argparse.Namespace) -> int:

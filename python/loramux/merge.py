@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from .adapter_files import read_safetensors, write_safetensors
+from .adapter_files import new_folder, read_safetensors, write_safetensors
 from .checkpoint import LoraAdapter, LoraModule, read_lora_file
 from .errors import AdapterError
 
@@ -68,17 +68,12 @@ def merge_files(
     state = {name: tensor for header in headers for name, tensor in header.items()}
     if problems := _misfits(state, adapter, fan_in_fan_out):
         raise AdapterError(adapter.path, problems)
-    try:
-        os.makedirs(out)
+    with new_folder(out):
         for file in tqdm(files, desc="merge", unit="file"):
             _merge_file(file, adapter, os.path.join(out, file.name), fan_in_fan_out)
         for file in Path(model).iterdir():
             if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES:
                 shutil.copy(file, out)
-    except OSError as error:
-        raise AdapterError(
-            out, [f"cannot be written: {error.strerror}; expected the path of a new folder"]
-        ) from error
 
 
 def run(args: argparse.Namespace) -> int:
