@@ -1,7 +1,8 @@
 """What a decode call adds to the base GEMM that it follows: the figure that a user feels.
 
-Two CUDA graphs over layers whose base weights and adapters are cold in L2: ``y = x @ W^T`` alone,
-and with ``lora_apply_`` behind each product.
+CUDA graphs over layers whose base weights and adapters are cold in L2: ``y = x @ W^T`` alone,
+with ``lora_apply_`` behind each product, and with ``lora_start`` and ``lora_finish_`` around it.
+The decode cases of the other benchmarks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from loramux import StepPlan, lora_apply_
+from loramux import StepPlan, lora_apply_, lora_finish_, lora_start
 
 from .common import BYTES_PER_US, COLD_BYTES, SITES, arena_sites, graph_us, write_results
 
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     cases = json.loads(Path(__file__).with_name("peers_h200.json").read_text())
-    print(f"{'case':40} {'GEMM us':>8} {'added':>8} {'floor':>8} {'added %':>8}")
+    print(f"{'case':40} {'GEMM us':>8} {'behind':>8} {'beside':>8} {'floor':>8} {'%':>6} {'%':>6}")
     rows = []
     for case in cases:
         if case["phase"] == "decode" and options.only in case["site"]:
@@ -34,9 +35,9 @@ def run(options: argparse.Namespace) -> None:
     for shape in dict.fromkeys((row["rows"], row["adapters"], row["rank"]) for row in rows):
         same = [row for row in rows if (row["rows"], row["adapters"], row["rank"]) == shape]
         if len(same) == len(SITES):
-            base, added = (sum(row[key] for row in same) for key in ("gemm_us", "added_us"))
+            keys = ("gemm_us", "added_us", "beside_us", "floor_us")
             name = "a layer: {} rows, {} adapters, r{}".format(*shape)
-            print(f"{name:40} {base:8.2f} {added:8.2f} {'':8} {100 * added / base:8.1f}")
+            print(_figures(name, *(sum(row[key] for row in same) for key in keys)))
     write_results(options.json, rows)
 
 
@@ -63,18 +64,28 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         base(i)
         lora_apply_(y, x, sites[i % layers], plan)
 
+    def beside(i: int) -> None:
+        started = lora_start(x, sites[i % layers], plan)
+        base(i)
+        lora_finish_(y, started)
+
     count = max(layers, 24)
-    gemm_us, both_us = graph_us(base, count), graph_us(both, count)
+    gemm_us, both_us, beside_us = (graph_us(call, count) for call in (base, both, beside))
     floor_bytes = adapters * shape.weight_bytes(rank) + 4 * rows * width
     return {
         **{key: case[key] for key in ("site", "rows", "adapters", "slots", "rank")},
         "gemm_us": round(gemm_us, 3),
         "added_us": round(both_us - gemm_us, 3),
+        "beside_us": round(beside_us - gemm_us, 3),
         "floor_us": round(floor_bytes / BYTES_PER_US, 3),
     }
 
 
 def _line(row: dict[str, Any]) -> str:
     name = "{site} {rows} rows, {adapters} of {slots} adapters, r{rank}".format(**row)
-    gemm, added = row["gemm_us"], row["added_us"]
-    return f"{name:40} {gemm:8.2f} {added:8.2f} {row['floor_us']:8.2f} {100 * added / gemm:8.1f}"
+    return _figures(name, row["gemm_us"], row["added_us"], row["beside_us"], row["floor_us"])
+
+
+def _figures(name: str, gemm: float, behind: float, beside: float, floor: float) -> str:
+    shares = f"{100 * behind / gemm:6.1f} {100 * beside / gemm:6.1f}"
+    return f"{name:40} {gemm:8.2f} {behind:8.2f} {beside:8.2f} {floor:8.2f} {shares}"

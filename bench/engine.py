@@ -133,7 +133,7 @@ def decode_suite(session: Session, options: argparse.Namespace) -> Iterator[dict
     folder = session.work / f"adapters_{shape.layers}"
     adapters = write_adapters(folder, shape, [16] * 32, distinct=4)
     baseline: dict[tuple[str, int], float] = {}
-    for backend, max_loras in (("none", 0), ("vllm", 32), ("loramux", 32)):
+    for backend, max_loras in (("none", 0), ("loramux", 32), ("vllm", 32)):
         arguments = engine_arguments(
             model, max_loras=max_loras, tokens=8192, adapters=32, load_format="dummy"
         )

@@ -145,6 +145,14 @@ int shrink_cuda(const ShrinkArgs& args, void* stream);
 int expand_cuda(const ExpandArgs& args, void* stream);
 int apply_cuda(const ApplyArgs& args, void* stream);
 int embedding_cuda(const EmbeddingArgs& args, void* stream);
+// The same in two halves, for what the caller enqueues on `stream` between them to run beside the first:
+// start makes the deltas in delta.expand.y, [rows, width], contiguous; finish adds them to y. delta.shrink.h
+// is kBesideParts arrays behind one another. Only where beside_serves says so.
+inline constexpr int64_t kBesideRows = kMaxDecodeRowsOfSlot;  // of a call at most: never in a prefill tile
+inline constexpr int64_t kBesideParts = 8;
+bool beside_serves(const ApplyArgs& delta);
+int start_cuda(const ApplyArgs& delta, void* stream);
+int finish_cuda(const ExpandArgs& delta, void* y, int64_t y_stride, void* stream);
 const char* cuda_error_string(int error);
 
 }  // namespace loramux

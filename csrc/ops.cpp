@@ -225,6 +225,12 @@ STABLE_TORCH_LIBRARY(loramux, m) {
       "lora_apply_(Tensor(a!) y, Tensor(b!) scratch, Tensor x, Tensor[] weights, Tensor table, Tensor plan, "
       "int entry, int[] widths, int max_rank, Tensor? active=None) -> ()");
   m.def(
+      "lora_start(Tensor(a!) delta, Tensor(b!) scratch, Tensor x, Tensor[] weights, Tensor table, "
+      "Tensor plan, int entry, int[] widths, int max_rank, Tensor? active=None) -> ()");
+  m.def(
+      "lora_finish_(Tensor(a!) y, Tensor delta, Tensor(b!) scratch, Tensor x, Tensor[] weights, "
+      "Tensor table, Tensor plan, int entry, int[] widths, int max_rank, Tensor? active=None) -> ()");
+  m.def(
       "lora_embedding_(Tensor(a!) y, Tensor ids, Tensor[] weights, Tensor table, Tensor plan, int entry, "
       "int[] widths, int vocab, int max_rank, Tensor? active=None) -> ()");
 }
@@ -273,6 +279,17 @@ void apply_on_cpu(const Tensor& y, const Tensor& scratch, const Tensor& x, std::
   apply_cpu(args, parallel_for);
 }
 
+// Nothing runs beside the caller here: lora_finish_ computes all.
+void start_on_cpu(const Tensor&, const Tensor&, const Tensor&, std::vector<Tensor>, const Tensor&,
+                  const Tensor&, int64_t, std::vector<int64_t>, int64_t, std::optional<Tensor>) {}
+
+void finish_on_cpu(const Tensor& y, const Tensor&, const Tensor& scratch, const Tensor& x,
+                   std::vector<Tensor> weights, const Tensor& table, const Tensor& plan, int64_t entry,
+                   std::vector<int64_t> widths, int64_t max_rank, std::optional<Tensor> active) {
+  apply_on_cpu(y, scratch, x, std::move(weights), table, plan, entry, std::move(widths), max_rank,
+               std::move(active));
+}
+
 void embedding_on_cpu(const Tensor& y, const Tensor& ids, std::vector<Tensor> weights, const Tensor& table,
                       const Tensor& plan, int64_t entry, std::vector<int64_t> widths, int64_t vocab,
                       int64_t max_rank, std::optional<Tensor> active) {
@@ -287,6 +304,8 @@ STABLE_TORCH_LIBRARY_IMPL(loramux, CPU, m) {
   m.impl("lora_shrink", TORCH_BOX(&shrink_on_cpu));
   m.impl("lora_expand_", TORCH_BOX(&expand_on_cpu));
   m.impl("lora_apply_", TORCH_BOX(&apply_on_cpu));
+  m.impl("lora_start", TORCH_BOX(&start_on_cpu));
+  m.impl("lora_finish_", TORCH_BOX(&finish_on_cpu));
   m.impl("lora_embedding_", TORCH_BOX(&embedding_on_cpu));
 }
 
@@ -307,8 +326,8 @@ void* current_stream(int32_t device) {
   return stream;
 }
 
-template <typename Args>
-void launch(int (*kernel)(const Args&, void*), const Args& args, const Tensor& on) {
+template <typename Kernel, typename Args>
+void launch(Kernel kernel, const Args& args, const Tensor& on) {
   const int32_t device = on.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const int error = kernel(args, current_stream(device));
@@ -332,6 +351,44 @@ void apply_on_cuda(const Tensor& y, const Tensor& scratch, const Tensor& x, std:
   launch(apply_cuda, check_apply(y, scratch, x, weights, table, plan, entry, widths, max_rank), y);
 }
 
+// The deltas that lora_start makes for lora_finish_ to add; none where lora_finish_ does all.
+std::optional<ApplyArgs> find_delta(const Tensor& delta, const Tensor& scratch, const Tensor& x,
+                                    const std::vector<Tensor>& weights, const Tensor& table,
+                                    const Tensor& plan, int64_t entry, const std::vector<int64_t>& widths,
+                                    int64_t max_rank) {
+  STD_TORCH_CHECK(delta.dim() == 2 && delta.is_contiguous() && x.dim() == 2,
+                  "x and delta must be [rows, columns], delta contiguous");
+  const int64_t rows = x.size(0), values = static_cast<int64_t>(widths.size()) * max_rank;
+  if (rows > delta.size(0)) return std::nullopt;
+  STD_TORCH_CHECK(scratch.numel() >= kBesideParts * rows * values, "scratch has ", scratch.numel(),
+                  " values, lora_start needs ", kBesideParts * rows * values, ", or a delta of fewer rows");
+  Tensor all = delta;
+  const Tensor own = torch::stable::narrow(all, 0, 0, rows);
+  const ApplyArgs args = check_apply(own, scratch, x, weights, table, plan, entry, widths, max_rank);
+  return beside_serves(args) ? std::optional(args) : std::nullopt;
+}
+
+void start_on_cuda(const Tensor& delta, const Tensor& scratch, const Tensor& x, std::vector<Tensor> weights,
+                   const Tensor& table, const Tensor& plan, int64_t entry, std::vector<int64_t> widths,
+                   int64_t max_rank, std::optional<Tensor> active) {
+  if (!is_active(active)) return;
+  const auto args = find_delta(delta, scratch, x, weights, table, plan, entry, widths, max_rank);
+  if (args) launch(start_cuda, *args, delta);
+}
+
+void finish_on_cuda(const Tensor& y, const Tensor& delta, const Tensor& scratch, const Tensor& x,
+                    std::vector<Tensor> weights, const Tensor& table, const Tensor& plan, int64_t entry,
+                    std::vector<int64_t> widths, int64_t max_rank, std::optional<Tensor> active) {
+  if (!is_active(active)) return;
+  const ApplyArgs args = check_apply(y, scratch, x, weights, table, plan, entry, widths, max_rank);
+  const auto made = find_delta(delta, scratch, x, weights, table, plan, entry, widths, max_rank);
+  if (!made) return launch(apply_cuda, args, y);
+  const auto add = [&](const ExpandArgs& expand, void* stream) {
+    return finish_cuda(expand, args.expand.y, args.expand.y_stride, stream);
+  };
+  launch(add, made->expand, y);
+}
+
 void embedding_on_cuda(const Tensor& y, const Tensor& ids, std::vector<Tensor> weights, const Tensor& table,
                        const Tensor& plan, int64_t entry, std::vector<int64_t> widths, int64_t vocab,
                        int64_t max_rank, std::optional<Tensor> active) {
@@ -343,6 +400,8 @@ STABLE_TORCH_LIBRARY_IMPL(loramux, CUDA, m) {
   m.impl("lora_shrink", TORCH_BOX(&shrink_on_cuda));
   m.impl("lora_expand_", TORCH_BOX(&expand_on_cuda));
   m.impl("lora_apply_", TORCH_BOX(&apply_on_cuda));
+  m.impl("lora_start", TORCH_BOX(&start_on_cuda));
+  m.impl("lora_finish_", TORCH_BOX(&finish_on_cuda));
   m.impl("lora_embedding_", TORCH_BOX(&embedding_on_cuda));
 }
 #endif

@@ -7,7 +7,12 @@ import torch
 
 from common import COMPILER
 from loramux import LoraSite, PlanMismatch, SpecError, StepPlan
-from loramux.ops import lora_apply_, lora_embedding_, lora_expand_, lora_shrink
+from loramux.ops import (
+    lora_apply_,
+    lora_embedding_,
+    lora_expand_,
+    lora_shrink,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -227,6 +232,8 @@ class TestTorchContract:
         yield ops.lora_apply_, (y, h.flatten(), x, *where, site.widths, 8)
         active = torch.ones(1, dtype=torch.bool)
         yield ops.lora_apply_, (y, h.flatten(), x, *where, site.widths, 8, active)
+        delta, parts = torch.zeros_like(y), torch.zeros(8 * h.numel(), device=device)
+        yield ops.lora_start, (delta, parts, x, *where, site.widths, 8)
         where = (tokens.weights, tokens.table, plan, 0)
         yield ops.lora_embedding_, (y, ids, *where, tokens.widths, 50, 8)
 

@@ -69,6 +69,11 @@ class PunicaWrapperGPU:
         self.kernel_calls.append("embedding")
 
 
+class QuantMethod:
+    def apply(self, layer, x, bias):
+        return layer.apply_to(x, bias)
+
+
 class Linear(nn.Module):
     """A base layer, this rank's part of it."""
 
@@ -79,6 +84,10 @@ class Linear(nn.Module):
 
     def apply_to(self, x, bias):
         return functional.linear(x, self.weight)
+
+    @property
+    def quant_method(self):
+        return QuantMethod()
 
     def forward(self, x):
         return self.apply_to(x, None), None
@@ -138,8 +147,12 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
     def apply(self, x, bias=None):
         return self._apply_sync(x, bias)
 
+    def _get_quant_method(self):
+        return self.base_layer.quant_method
+
     def _apply_sync(self, x, bias=None):
-        return self._apply_lora_to_output(x, self.base_layer.apply_to(x, bias))
+        output = self._get_quant_method().apply(self.base_layer, x, bias)
+        return self._apply_lora_to_output(x, output)
 
     def _apply_lora_to_output(self, x, output):
         self.punica_wrapper.add_lora_linear(
@@ -152,7 +165,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
 
 
 def _mcp_apply(x, bias, layer):
-    output = layer.base_layer.apply_to(x, bias)
+    output = layer._get_quant_method().apply(layer.base_layer, x, bias)
     buffers = x.new_zeros(layer.n_slices, x.shape[0], layer.lora_a_stacked[0].shape[2])
     layer.punica_wrapper.add_shrink(buffers, x, layer.lora_a_stacked, 1.0)
     layer.punica_wrapper.add_expand(
@@ -372,6 +385,7 @@ def install(monkeypatch):
     del sys.modules["loramux.punica"]  # imported anew, and forgotten afterwards
     for owner, attribute in (
         (BaseLayerWithLoRA, "set_mapping"),
+        (BaseLinearLayerWithLoRA, "_apply_sync"),
         (VocabParallelEmbeddingWithLoRA, "forward"),
         (LoRAModelManager, "activate_adapter"),
         (LoRAConfig, "compute_hash"),

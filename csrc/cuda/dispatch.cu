@@ -46,7 +46,7 @@ int expand_cuda(const ExpandArgs& args, void* stream) {
     constexpr int64_t kShortStep = 256;
     if (args.rows > kShortStep) return expand_prefill(args, true, stream);
     return run(
-        args, [&] { return expand_decode(args, stream); },
+        args, [&] { return expand_decode(args, 1, stream); },
         [&] { return expand_prefill(args, false, stream); });
   }
   return run(

@@ -21,10 +21,11 @@ constexpr int kThreads = kWarps * kLanes;
 
 // Grid: (blocks of columns of each slice; CTAs that go through the decode tiles, as many as the chip holds:
 // of a plan with few tiles the rest would come in vain). A warp holds B of kBlocks blocks of columns and
-// kGroups groups of ranks; ranks past those if kIsLong. kCtas: CTAs that an SM must hold at a time.
+// kGroups groups of ranks; ranks past those if kIsLong. kCtas: CTAs that an SM must hold at a time. h comes
+// as h_parts arrays, part_values apart, to be added up in order.
 template <typename T, int kGroups, int kBlocks, int kCtas, bool kIsLong>
 __global__ void __launch_bounds__(kThreads, kCtas)
-    expand_decode_kernel(const __grid_constant__ ExpandArgs args) {
+    expand_decode_kernel(const __grid_constant__ ExpandArgs args, int h_parts, int64_t part_values) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kRanks = kGroups * kGroupRanks;
   static_assert(!kIsLong || kBlocks == 1);
@@ -56,7 +57,12 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #pragma unroll
       for (int q = 0; q < kGroups; ++q) {
         const int rank = first_rank + first_rank_of_lane<kGroups>(q, t);
-        const float4 values = rank < end ? *reinterpret_cast<const float4*>(h + rank) : float4{};
+        float4 values{};
+        if (rank < end) {
+#pragma unroll 1
+          for (int part = 0; part < h_parts; ++part)
+            values = add(values, *reinterpret_cast<const float4*>(h + part * part_values + rank));
+        }
         hidden[q] = pack_hidden<T>(values, end - rank);
       }
       b.arrange();
@@ -75,22 +81,23 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 }
 
 template <typename T, int kGroups, int kBlocks, int kCtas, bool kIsLong>
-int launch_expand(const ExpandArgs& args, void* stream) {
+int launch_expand(const ExpandArgs& args, int h_parts, void* stream) {
   const int64_t ctas = count_column_ctas(args.site, kWarps * kBlocks * kBlockColumns);
   const int64_t tiles = max_decode_tiles(args.rows, args.site.num_slots);
   const int64_t tiles_at_once = std::max<int64_t>(kCtas * current_device().multiprocessors / ctas, 1);
   const int64_t rounds = ceil_div(tiles, tiles_at_once);
   return launch(expand_decode_kernel<T, kGroups, kBlocks, kCtas, kIsLong>,
-                dim3(ctas, ceil_div(tiles, rounds)), kThreads, 1, stream, 0, args);
+                dim3(ctas, ceil_div(tiles, rounds)), kThreads, 1, stream, 0, args, h_parts,
+                args.rows * args.site.num_slices * args.site.max_rank);
 }
 
 // Beyond rank 16 B leaves registers for one block.
 template <typename T>
-int expand(const ExpandArgs& args, void* stream) {
-  if (args.site.max_rank <= 16) return launch_expand<T, 1, 2, 5, false>(args, stream);
-  if (args.site.max_rank <= 32) return launch_expand<T, 2, 1, 6, false>(args, stream);
-  if (args.site.max_rank <= 64) return launch_expand<T, 4, 1, 4, false>(args, stream);
-  return launch_expand<T, 4, 1, 3, true>(args, stream);
+int expand(const ExpandArgs& args, int h_parts, void* stream) {
+  if (args.site.max_rank <= 16) return launch_expand<T, 1, 2, 5, false>(args, h_parts, stream);
+  if (args.site.max_rank <= 32) return launch_expand<T, 2, 1, 6, false>(args, h_parts, stream);
+  if (args.site.max_rank <= 64) return launch_expand<T, 4, 1, 4, false>(args, h_parts, stream);
+  return launch_expand<T, 4, 1, 3, true>(args, h_parts, stream);
 }
 
 }  // namespace
@@ -108,8 +115,9 @@ bool expand_serves(const ExpandArgs& args) {
   return is_compiled && whole_vectors && fits_grid(args);
 }
 
-int expand_decode(const ExpandArgs& args, void* stream) {
-  return args.site.dtype == DType::bf16 ? expand<__nv_bfloat16>(args, stream) : expand<__half>(args, stream);
+int expand_decode(const ExpandArgs& args, int h_parts, void* stream) {
+  return args.site.dtype == DType::bf16 ? expand<__nv_bfloat16>(args, h_parts, stream)
+                                        : expand<__half>(args, h_parts, stream);
 }
 
 }  // namespace loramux

@@ -48,7 +48,14 @@ _NAMES = {
     ),
     "merge": ("merge_adapter",),
     "modules": ("ModuleLoraMap", "module_lora_spec"),
-    "ops": ("lora_apply_", "lora_embedding_", "lora_expand_", "lora_shrink"),
+    "ops": (
+        "lora_apply_",
+        "lora_embedding_",
+        "lora_expand_",
+        "lora_finish_",
+        "lora_shrink",
+        "lora_start",
+    ),
     "plan": ("StepPlan",),
     "pool": ("LoraLease", "LoraPool"),
     "serving": (

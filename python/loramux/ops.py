@@ -14,6 +14,8 @@ weights, a table or a plan must not be the one enqueued just before.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from . import backend
@@ -24,10 +26,18 @@ from .site import LoraSite
 _shrink = torch.ops.loramux.lora_shrink.default
 _expand = torch.ops.loramux.lora_expand_.default
 _apply = torch.ops.loramux.lora_apply_.default
+_start = torch.ops.loramux.lora_start.default
+_finish = torch.ops.loramux.lora_finish_.default
 _embedding = torch.ops.loramux.lora_embedding_.default
 
+# Of csrc/lora.h: rows of a step at most whose deltas are made beside the base GEMM, and the arrays
+# of h that this takes.
+BESIDE_ROWS, BESIDE_PARTS = 32, 8
+
 # They only write into their arguments, so that there is nothing to infer.
-for _name in ("lora_shrink", "lora_expand_", "lora_apply_", "lora_embedding_"):
+for _name in (
+    "lora_shrink", "lora_expand_", "lora_apply_", "lora_start", "lora_finish_", "lora_embedding_",
+):  # fmt: skip
     torch.library.register_fake(f"loramux::{_name}", lambda *args: None)
 
 
@@ -105,6 +115,69 @@ def lora_apply_(y: torch.Tensor, x: torch.Tensor, site: LoraSite, plan: StepPlan
             scratch = x.new_empty(x.shape[0] * width, dtype=torch.float32)
         _apply(
             y, scratch, x, site.weights, site.table, plan.buffer,
+            site.entry, site.widths, site.max_rank,
+        )  # fmt: skip
+    else:
+        backend.apply_(y, x, site, plan)
+    return y
+
+
+class StartedDelta(NamedTuple):
+    """What ``lora_start`` leaves for ``lora_finish_``; both may use its tensors until then."""
+
+    x: torch.Tensor
+    site: LoraSite
+    plan: StepPlan
+    delta: torch.Tensor
+    scratch: torch.Tensor
+
+
+def lora_start(x: torch.Tensor, site: LoraSite, plan: StepPlan) -> StartedDelta:
+    """Begin ``lora_apply_`` before its y exists: call it ahead of the GEMM that makes y.
+
+    On a CUDA device the deltas of a step of at most ``BESIDE_ROWS`` rows, over a site of rank 16 at
+    most, are made on a stream of their own, beside what is enqueued on the current stream until
+    ``lora_finish_``. Both can be captured in a CUDA graph. All else is left to ``lora_finish_``.
+
+    Args:
+        x: ``[rows, in]``, unit column stride, the dtype of y and of the weights; not written to
+            until ``lora_finish_``.
+
+    Raises:
+        PlanMismatch, RuntimeError: as ``lora_shrink``.
+    """
+    _check_rows(x, plan)
+    delta = x.new_empty(BESIDE_ROWS, sum(site.widths))
+    arrays = x.shape[0] + BESIDE_PARTS * BESIDE_ROWS
+    scratch = x.new_empty(arrays * len(site.widths) * site.max_rank, dtype=torch.float32)
+    if site.backend == "native":
+        _start(
+            delta, scratch, x, site.weights, site.table, plan.buffer,
+            site.entry, site.widths, site.max_rank,
+        )  # fmt: skip
+    return StartedDelta(x, site, plan, delta, scratch)
+
+
+def lora_finish_(y: torch.Tensor, started: StartedDelta) -> torch.Tensor:
+    """Add the deltas that ``lora_start`` began, on the stream that it was called on.
+
+    As ``lora_apply_``, base rows keep their bits; but a delta that was made beside the GEMM was
+    rounded to y's dtype before it is added: two roundings, as in vLLM's kernels.
+
+    Args:
+        y: ``[rows, sum(widths)]``, unit column stride.
+
+    Returns:
+        y.
+
+    Raises:
+        PlanMismatch, RuntimeError: as ``lora_shrink``.
+    """
+    x, site, plan, delta, scratch = started
+    _check_rows(y, plan)
+    if site.backend == "native":
+        _finish(
+            y, delta, scratch, x, site.weights, site.table, plan.buffer,
             site.entry, site.widths, site.max_rank,
         )  # fmt: skip
     else:

@@ -4,7 +4,8 @@ What is replaced in vLLM when the wrapper is made, and nothing else:
 
 - ``BaseLayerWithLoRA.set_mapping``: a layer that loramux serves gets a wrapper of its own, which
   runs over the layer's stacked tensors and learns each slot's rank from ``set_lora``;
-- ``column_parallel_linear._mcp_apply``: a packed projection is one call, not shrink and expand;
+- ``BaseLinearLayerWithLoRA._apply_sync``: the deltas of short steps are made beside the base GEMM;
+- ``column_parallel_linear._mcp_apply``: so are those of a packed projection, by the same call;
 - ``VocabParallelEmbeddingWithLoRA.forward``: the kernel looks A up, by token id;
 - ``LoRAModelManager.activate_adapter``: what a slot holds has changed, so the next step is planned
   even if it names the same adapters as the last one.
@@ -22,20 +23,20 @@ from typing import Any
 
 import torch
 from vllm.lora import layers, model_manager
-from vllm.lora.layers import base, column_parallel_linear
+from vllm.lora.layers import base, base_linear, column_parallel_linear
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
-from . import (
-    __version__,
-    ops,  # noqa: F401  (loads the operators)
-)
+from . import __version__
 from .errors import SpecError
+from .ops import BESIDE_PARTS, BESIDE_ROWS
 from .plan import StepPlan
 from .site import LoraSite
 from .vllm import logger
 
 _apply = torch.ops.loramux.lora_apply_.default
+_start = torch.ops.loramux.lora_start.default
+_finish = torch.ops.loramux.lora_finish_.default
 _embedding = torch.ops.loramux.lora_embedding_.default
 
 _LINEAR = (
@@ -170,11 +171,27 @@ class LayerWrapper:
         of zeros. Its A and B are the site's.
         """
         assert scale == 1.0
+        _apply(y, self._scratch(x, x.shape[0]), x, *self._where())
+
+    def start(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Begin the deltas of ``x [rows, in]``; what it returns is for ``finish``."""
+        delta = x.new_empty(BESIDE_ROWS, sum(self.site.widths))
+        scratch = self._scratch(x, x.shape[0] + BESIDE_PARTS * BESIDE_ROWS)
+        _start(delta, scratch, x, *self._where())
+        return delta, scratch, x
+
+    def finish(self, y: torch.Tensor, started: tuple[torch.Tensor, ...]) -> None:
+        """Add to ``y [rows, sum of slices]`` what ``start`` began before y was enqueued."""
+        _finish(y, *started, *self._where())
+
+    def _scratch(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        values = rows * len(self.site.widths) * self.site.max_rank
+        return x.new_empty(values, dtype=torch.float32)
+
+    def _where(self) -> tuple[Any, ...]:
         site = self.site
-        values = x.shape[0] * len(site.widths) * site.max_rank
-        scratch = x.new_empty(values, dtype=torch.float32)
-        _apply(
-            y, scratch, x, site.weights, site.table, self.rows.plan.buffer,
+        return (
+            site.weights, site.table, self.rows.plan.buffer,
             site.entry, site.widths, site.max_rank, self.rows.active,
         )  # fmt: skip
 
@@ -226,6 +243,7 @@ def _ranks(lora_a: Any, num_slices: int) -> list[int]:
     return ranks if len(ranks) == num_slices else [max(ranks)] * num_slices
 
 
+_stock_apply_sync = base_linear.BaseLinearLayerWithLoRA._apply_sync
 _stock_mcp_apply = column_parallel_linear._mcp_apply
 _stock_embedding_forward = layers.VocabParallelEmbeddingWithLoRA.forward
 _stock_activate_adapter = model_manager.LoRAModelManager.activate_adapter
@@ -234,6 +252,16 @@ _stock_activate_adapter = model_manager.LoRAModelManager.activate_adapter
 def _set_mapping(layer: Any, punica_wrapper: Any) -> None:
     is_ours = isinstance(punica_wrapper, PunicaWrapper)
     layer.punica_wrapper = punica_wrapper.bind(layer) if is_ours else punica_wrapper
+
+
+def _apply_sync(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    wrapper = layer.punica_wrapper
+    if not isinstance(wrapper, LayerWrapper):
+        return _stock_apply_sync(layer, x, bias)
+    started = wrapper.start(x.reshape(-1, x.shape[-1]))
+    y = layer._get_quant_method().apply(layer.base_layer, x, bias)
+    wrapper.finish(y.view(-1, y.shape[-1]), started)
+    return y
 
 
 def _mcp_apply(x: torch.Tensor, bias: torch.Tensor | None, layer: Any) -> Any:
@@ -260,6 +288,7 @@ def _activate_adapter(manager: Any, lora_id: int) -> Any:
 
 def _replace() -> None:
     base.BaseLayerWithLoRA.set_mapping = _set_mapping
+    base_linear.BaseLinearLayerWithLoRA._apply_sync = _apply_sync
     column_parallel_linear._mcp_apply = _mcp_apply
     layers.VocabParallelEmbeddingWithLoRA.forward = _embedding_forward
     model_manager.LoRAModelManager.activate_adapter = _activate_adapter

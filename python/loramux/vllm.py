@@ -38,7 +38,10 @@ _CONTRACT = {
         "RowParallelLinearWithLoRA.reset_lora",
         "VocabParallelEmbeddingWithLoRA.forward",
     ),
-    "vllm.lora.layers.base_linear": ("BaseLinearLayerWithLoRA._apply_sync",),
+    "vllm.lora.layers.base_linear": (
+        "BaseLinearLayerWithLoRA._apply_sync",
+        "BaseLinearLayerWithLoRA._get_quant_method",
+    ),
     "vllm.lora.layers.column_parallel_linear": ("_mcp_apply",),
     "vllm.lora.model_manager": ("LoRAModelManager.activate_adapter",),
     "vllm.model_executor.layers.linear": ("ReplicatedLinear",),

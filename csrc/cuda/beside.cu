@@ -1,0 +1,201 @@
+// A short step's deltas beside the base GEMM: made on a stream of their own while the GEMM reads its weights,
+// and added to y behind it. Of a call's latency (launch, plan, table, weights, x) only the addition's is left
+// after the GEMM.
+//
+// A GEMM of cuBLAS fills the registers of each SM that it runs on, so that these kernels find room on the SMs
+// that it leaves free, before it, and on those that it is done with. Hence small CTAs, few kernels, and no
+// clusters, which would wait for the GEMM to end: a part of K to a CTA, whose sums meet in the expand. Floor
+// of the addition: y read and written and the delta read, which is in L2: 0.9 us for gate_up and 32 rows.
+#include <cuda_runtime.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "cuda/common.cuh"
+#include "cuda/decode.cuh"
+#include "cuda/kernels.h"
+#include "cuda/launch.cuh"
+#include "cuda/ptx.cuh"
+#include "host/plan.h"
+#include "lora.h"
+
+namespace loramux {
+namespace {
+
+static_assert(kMaxParts <= kBesideParts);
+
+// Grid: (parts of K; decode tiles; slices). As shrink_decode_kernel, but the sums of a part go to an array
+// [rows, num_slices, max_rank] of their own behind args.h. Zeroes the delta too, `vectors` of 16 bytes.
+template <typename T, bool kIsLong>
+__global__ void __launch_bounds__(kDecodeThreads)
+    shrink_part_kernel(const __grid_constant__ ShrinkArgs args, int steps, uint4* delta, int vectors) {
+#if __CUDA_ARCH__ >= 900
+  let_next_kernel_start();
+  const auto wait_and_zero = [&] {
+    wait_for_earlier_kernels();
+    const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const int ctas = gridDim.x * gridDim.y * gridDim.z;
+    for (int v = cta * kDecodeThreads + threadIdx.x; v < vectors; v += ctas * kDecodeThreads) delta[v] = {};
+  };
+  const int slice = blockIdx.z;
+  TileRows tile;
+  SliceWeights<T> weights{};
+  if (find_tile(args.plan, TileKind::decode, blockIdx.y, &tile))
+    weights = find_slice<T>(args.site, tile.slot, slice);
+  if (weights.rank == 0) return wait_and_zero();
+
+  __shared__ PartialSums<1> partial;
+  __shared__ int64_t row_index[kDecodeRows];
+  DecodeChunk<T, 1, 4, kIsLong> chunk(weights.a, weights.rank, static_cast<int>(args.site.in_features),
+                                      blockIdx.x, steps);
+  const int g = threadIdx.x % kLanes / 4;
+  const TileRow row = find_row(args.plan, tile, g, args.rows);
+  if (threadIdx.x < kLanes && threadIdx.x % 4 == 0) row_index[g] = row.index;
+  wait_and_zero();
+  float sums[1][4] = {};
+  chunk.multiply(row.index < 0 ? nullptr : static_cast<const T*>(args.x) + row.index * args.x_stride, sums);
+  partial.put(sums);
+  __syncthreads();
+
+  if (threadIdx.x >= partial.kVectors) return;
+  const int64_t to = row_index[threadIdx.x / (partial.kRanks / 4)];
+  const int rank = threadIdx.x % (partial.kRanks / 4) * 4;
+  if (to < 0 || rank >= args.site.max_rank) return;
+  float* const h =
+      args.h + ((blockIdx.x * args.rows + to) * args.site.num_slices + slice) * args.site.max_rank;
+  *reinterpret_cast<float4*>(h + rank) = partial.sum(threadIdx.x);
+#endif
+}
+
+template <typename T>
+int shrink_parts(const ApplyArgs& args, void* stream) {
+  const ShrinkArgs& shrink = args.shrink;
+  const int steps = decode_steps(shrink.site.in_features);
+  const dim3 grid(decode_parts(shrink.site.in_features), max_decode_tiles(shrink.rows, shrink.site.num_slots),
+                  shrink.site.num_slices);
+  const int64_t vectors = shrink.rows * args.expand.y_stride * sizeof(T) / 16;
+  return launch(steps <= 4 ? shrink_part_kernel<T, false> : shrink_part_kernel<T, true>, grid, kDecodeThreads,
+                1, stream, 0, shrink, steps, static_cast<uint4*>(args.expand.y), static_cast<int>(vectors));
+}
+
+struct AddArgs {
+  const void* delta;  // [rows, width], contiguous
+  void* y;            // [rows, width], unit column stride
+  int64_t y_stride;
+  int width;
+};
+
+template <typename T, int kCount>
+struct alignas(kCount * sizeof(T)) Elements {
+  T values[kCount];
+};
+
+constexpr int kAddThreads = 256;
+
+// Grid: (blocks of columns; rows). A delta of zero leaves the bits of y as they are, also those of -0: rows
+// and slices without an adapter have such.
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kAddThreads) add_kernel(const __grid_constant__ AddArgs args) {
+#if __CUDA_ARCH__ >= 900
+  let_next_kernel_start();
+  const int column = (blockIdx.x * kAddThreads + threadIdx.x) * kCount;
+  using Vector = Elements<T, kCount>;
+  auto* const y = reinterpret_cast<Vector*>(static_cast<T*>(args.y) + blockIdx.y * args.y_stride + column);
+  wait_for_earlier_kernels();
+  if (column >= args.width) return;
+  const Vector delta =
+      *reinterpret_cast<const Vector*>(static_cast<const T*>(args.delta) + blockIdx.y * args.width + column);
+  Vector sum = *y;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float d = static_cast<float>(delta.values[i]);
+    if (d != 0.f) sum.values[i] = static_cast<T>(static_cast<float>(sum.values[i]) + d);
+  }
+  *y = sum;
+#endif
+}
+
+template <typename T, int kCount>
+int launch_add(const AddArgs& args, int64_t rows, void* stream) {
+  return launch(add_kernel<T, kCount>, dim3(ceil_div(args.width, kAddThreads * kCount), rows), kAddThreads, 1,
+                stream, 0, args);
+}
+
+template <typename T>
+int add(const AddArgs& args, int64_t rows, DType dtype, void* stream) {
+  return is_aligned(args.y, args.y_stride, dtype) ? launch_add<T, 8>(args, rows, stream)
+                                                  : launch_add<T, 1>(args, rows, stream);
+}
+
+// The stream beside a caller's stream, and the events between the two. They live as long as the process, as
+// torch's own streams do.
+struct Side {
+  cudaStream_t stream = nullptr;
+  cudaEvent_t begun = nullptr, made = nullptr;
+
+  int create() {
+    // Allowed while another thread, or this one, captures a graph.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    int error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    for (cudaEvent_t* event : {&begun, &made}) {
+      if (error == cudaSuccess) error = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
+    }
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    return error;
+  }
+};
+
+// A stream of null is each device's own.
+int side_of(void* stream, Side* side) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, void*>, Side> sides;
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  const std::lock_guard lock(mutex);
+  Side& known = sides[{device, stream}];
+  const int error = known.made == nullptr ? known.create() : cudaSuccess;
+  *side = known;
+  return error;
+}
+
+}  // namespace
+
+// Of higher ranks A and B keep SMs from the GEMM for longer than their latency: measured on an H200, 32 rows
+// of 4 adapters of rank 64 (`python -m bench after-gemm`).
+bool beside_serves(const ApplyArgs& delta) {
+  constexpr int64_t kMaxRank = 16;
+  return delta.shrink.rows <= kBesideRows && delta.shrink.site.max_rank <= kMaxRank &&
+         !is_portable_forced() && shrink_decode_serves(delta.shrink) && expand_serves(delta.expand);
+}
+
+int start_cuda(const ApplyArgs& delta, void* stream) {
+  const ShrinkArgs& shrink = delta.shrink;
+  if (shrink.rows == 0) return cudaSuccess;
+  Side side;
+  int error = side_of(stream, &side);
+  if (error == cudaSuccess) error = cudaEventRecord(side.begun, static_cast<cudaStream_t>(stream));
+  if (error == cudaSuccess) error = cudaStreamWaitEvent(side.stream, side.begun);
+  if (error == cudaSuccess)
+    error = shrink.site.dtype == DType::bf16 ? shrink_parts<__nv_bfloat16>(delta, side.stream)
+                                             : shrink_parts<__half>(delta, side.stream);
+  if (error == cudaSuccess)
+    error = expand_decode(delta.expand, decode_parts(shrink.site.in_features), side.stream);
+  if (error == cudaSuccess) error = cudaEventRecord(side.made, side.stream);
+  return error;
+}
+
+int finish_cuda(const ExpandArgs& delta, void* y, int64_t y_stride, void* stream) {
+  if (delta.rows == 0) return cudaSuccess;
+  Side side;
+  int error = side_of(stream, &side);
+  if (error == cudaSuccess) error = cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), side.made);
+  if (error != cudaSuccess) return error;
+  const AddArgs args = {delta.y, y, y_stride, static_cast<int>(delta.y_stride)};
+  const DType dtype = delta.site.dtype;
+  return dtype == DType::bf16 ? add<__nv_bfloat16>(args, delta.rows, dtype, stream)
+                              : add<__half>(args, delta.rows, dtype, stream);
+}
+
+}  // namespace loramux
