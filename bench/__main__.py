@@ -10,6 +10,7 @@ BENCHMARKS = {
     "calls": "a call's cost in pools of many slots, and its host time",
     "cpu": "CPU kernels beside grouped and gathered torch, over the decode grid",
     "kernels": "CUDA kernels over the decode and prefill grids, beside the recorded peers",
+    "forms": "where one form of a call takes over from another: the table of csrc/cuda/forms.h",
     "engine": "a vLLM engine with its own LoRA kernels and with loramux",
     "residency": "host cost of a step and of a load; on CUDA also of swapping adapters",
 }

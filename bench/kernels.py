@@ -53,12 +53,29 @@ def run(options: argparse.Namespace) -> None:
 
 def measure(peer: dict[str, Any], part: str | None, *, with_torch: bool) -> dict[str, Any]:
     """One row of the grid."""
-    shape, dtype = SITES[peer["site"]], torch.bfloat16
-    rows, adapters, slots, rank = (peer[key] for key in ("rows", "adapters", "slots", "rank"))
+    us, torch_us = call_us(peer, part, with_torch=with_torch)
+    floor_us = SITES[peer["site"]].floor_us(*(peer[key] for key in ("rows", "adapters", "rank")))
+    return {
+        **{key: peer[key] for key in ("site", "rows", "adapters", "slots", "rank", "phase")},
+        "dtype": "bfloat16",
+        "us": round(us, 3),
+        "floor_us": round(floor_us, 3),
+        "torch_us": torch_us and round(torch_us, 2),
+        "peer_us": min(peer[name] for name in PEERS if peer[name]),
+        "goal_us": round(_goal(peer, floor_us), 2),
+    }
+
+
+def call_us(
+    case: dict[str, Any], part: str | None, *, with_torch: bool = False
+) -> tuple[float, float | None]:
+    """Microseconds of a call, and of the same in grouped torch."""
+    shape, dtype = SITES[case["site"]], torch.bfloat16
+    rows, adapters, slots, rank = (case[key] for key in ("rows", "adapters", "slots", "rank"))
     layers = min(max(math.ceil(COLD_BYTES / (adapters * shape.weight_bytes(rank))), 4), 512)
     sites = arena_sites(shape, slots, rank, layers, dtype, "cuda")
     slot_of_row = [slots - adapters + 1 + i % adapters for i in range(rows)]
-    if peer["phase"] == "prefill":
+    if case["phase"] == "prefill":
         slot_of_row.sort()
     plan = StepPlan(rows, slots + 1, "cuda", len(shape.widths) * rank)
     plan.update(slot_of_row, [1] * rows, [1.0] * rows)
@@ -84,16 +101,7 @@ def measure(peer: dict[str, Any], part: str | None, *, with_torch: bool) -> dict
     if with_torch:
         calls = [grouped_torch(site, groups) for site in sites[:4]]
         torch_us = graph_us(lambda i: calls[i % len(calls)](y, x), 8)
-    floor_us = shape.floor_us(rows, adapters, rank)
-    return {
-        **{key: peer[key] for key in ("site", "rows", "adapters", "slots", "rank", "phase")},
-        "dtype": "bfloat16",
-        "us": round(us, 3),
-        "floor_us": round(floor_us, 3),
-        "torch_us": torch_us and round(torch_us, 2),
-        "peer_us": min(peer[name] for name in PEERS if peer[name]),
-        "goal_us": round(_goal(peer, floor_us), 2),
-    }
+    return us, torch_us
 
 
 def _check(site: Any, x: torch.Tensor, y: torch.Tensor, plan: StepPlan, groups: Any) -> None:

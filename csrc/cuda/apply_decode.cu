@@ -9,6 +9,7 @@
 // those of the two kernels.
 #include "cuda/columns.cuh"
 #include "cuda/decode.cuh"
+#include "cuda/forms.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
 #include "host/plan.h"
@@ -154,15 +155,14 @@ int apply(const ApplyArgs& args, void* stream) {
 
 }  // namespace
 
-// Measured on an H200: faster than two kernels while an SM has no more than one of its CTAs (`python -m bench
-// kernels` beside `--part pair`).
 bool apply_decode_serves(const ApplyArgs& args) {
   const Site& site = args.shrink.site;
   if (!shrink_decode_serves(args.shrink) || !expand_serves(args.expand) || site.max_rank > 64 ||
       decode_steps(site.in_features) > 8 || decode_parts(site.in_features) * rank_parts(site) > kMaxParts)
     return false;
   const dim3 grid = grid_of(site, args.shrink.rows);
-  return int64_t{grid.x} * grid.y <= current_device().multiprocessors;
+  const double limit = limit_of(kOneKernel, "LORAMUX_ONE_KERNEL", site.max_rank);
+  return int64_t{grid.x} * grid.y <= limit * current_device().multiprocessors;
 }
 
 int apply_decode(const ApplyArgs& args, void* stream) {

@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 
+#include "cuda/forms.h"
 #include "cuda/kernels.h"
 #include "host/plan.h"
 
@@ -42,9 +43,8 @@ int shrink_cuda(const ShrinkArgs& args, void* stream) {
 
 int expand_cuda(const ExpandArgs& args, void* stream) {
   if (args.rows > 0 && !is_portable_forced() && expand_serves(args)) {
-    // One launch for both kinds of tile, but in short steps, whose decode tiles have a faster kernel.
-    constexpr int64_t kShortStep = 256;
-    if (args.rows > kShortStep) return expand_prefill(args, true, stream);
+    if (args.rows > limit_of(kShortStep, "LORAMUX_SHORT_STEP", args.site.max_rank))
+      return expand_prefill(args, true, stream);
     return run(
         args, [&] { return expand_decode(args, 1, stream); },
         [&] { return expand_prefill(args, false, stream); });
