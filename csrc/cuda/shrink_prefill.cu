@@ -59,7 +59,6 @@ __global__ void __launch_bounds__(kOwn* kThreads)
   constexpr int kPlaceBytes = kOwn * (kTileBytes + a_bytes(kGroups));  // of one tile of K
   constexpr int kStageBytes = kTilesOfStage * kPlaceBytes;
   constexpr int kColumns = kGroups * kGroupRanks;
-  constexpr int kBlockColumns = kGroups % 4 == 0 ? 64 : 16;  // of one multiplication
   constexpr int kCluster = kParts / kOwn;
   extern __shared__ unsigned char dynamic_shared[];
   __shared__ RankGroup<T> groups[kOwn][kGroups];
@@ -191,12 +190,8 @@ __global__ void __launch_bounds__(kOwn* kThreads)
         const uint32_t at = ring + step % kStages * kStageBytes + tile * kPlaceBytes;
 #pragma unroll
         for (int k = 0; k < kTileK / 16; ++k) {
-#pragma unroll
-          for (int n = 0; n < kColumns / kBlockColumns; ++n) {
-            Wgmma<T, kBlockColumns>::multiply(
-                sums + n * kBlockColumns / 2, tile_descriptor(at + own * kTileBytes) + 2 * k,
-                tile_descriptor(at + a_place + n * kBlockColumns * 128) + 2 * k);
-          }
+          Wgmma<T, kColumns>::multiply(sums, tile_descriptor(at + own * kTileBytes) + 2 * k,
+                                       tile_descriptor(at + a_place) + 2 * k);
         }
       }
       wgmma_commit();
