@@ -7,6 +7,7 @@ every job found goes to OUT as JSON.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import resource
@@ -71,49 +72,58 @@ class Engine:
             for _ in range(count)
         ]
 
-    def seconds(self, call: Callable[[], Any], repeats: int) -> float:
-        """Median seconds of a call."""
-        times = []
-        for _ in range(repeats):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            call()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        return median(times)
+    @staticmethod
+    def seconds(call: Callable[[], Any]) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
 
 
-def decode(engine: Engine, rows: int, cases: Sequence[int], repeats: int = 3) -> list[Any]:
-    """Milliseconds of a decode step: two lengths' difference, so that prefill drops out."""
+def decode(engine: Engine, rows: int, cases: Sequence[int], repeats: int = 7) -> list[Any]:
+    """Milliseconds of a decode step: two lengths' difference, so that prefill drops out.
+
+    The cases take turns, so that what drifts does so for all; medians, and the least and most.
+    """
     short, long = 16, 128
     prompts = engine.prompts(rows, 32)
-    results = []
-    for count in cases if engine.has_lora else [0]:
-        adapters = [i % count + 1 if count else 0 for i in range(rows)]
-        for _ in range(2):
-            engine.generate(prompts, adapters, short)  # loads the adapters
-        times = [
-            engine.seconds(lambda n=n, a=adapters: engine.generate(prompts, a, n), repeats)
-            for n in (short, long)
-        ]
-        ms = (times[1] - times[0]) / (long - short) * 1e3
-        results.append({"adapters": count, "rows": rows, "ms_per_step": round(ms, 4)})
-    return results
+    cases = cases if engine.has_lora else [0]
+    adapters = {count: [i % count + 1 if count else 0 for i in range(rows)] for count in cases}
+    ms: dict[int, list[float]] = {count: [] for count in cases}
+    for turn in range(1 + repeats):
+        for count in cases:
+            seconds = [
+                engine.seconds(functools.partial(engine.generate, prompts, adapters[count], n))
+                for n in (short, long)
+            ]
+            if turn > 0:  # the first loads the adapters
+                ms[count].append((seconds[1] - seconds[0]) / (long - short) * 1e3)
+    return [
+        {"adapters": count, "rows": rows, **_spread("ms_per_step", ms[count])} for count in cases
+    ]
 
 
-def prefill(engine: Engine, tokens: int, cases: Sequence[int], repeats: int = 5) -> list[Any]:
-    """Tokens a second of ``tokens`` prompt tokens, spread over eight requests."""
-    count = 8
-    prompts = engine.prompts(count, tokens // count)
-    results = []
-    for adapters_count in cases if engine.has_lora else [0]:
-        adapters = [i % adapters_count + 1 if adapters_count else 0 for i in range(count)]
-        engine.generate(prompts, adapters, 1)
-        seconds = engine.seconds(lambda a=adapters: engine.generate(prompts, a, 1), repeats)
-        results.append(
-            {"adapters": adapters_count, "tokens": tokens, "ms": round(seconds * 1e3, 3)}
-        )
-    return results
+def prefill(engine: Engine, tokens: int, cases: Sequence[int], repeats: int = 7) -> list[Any]:
+    """Milliseconds of ``tokens`` prompt tokens, spread over eight requests; as ``decode``."""
+    prompts = engine.prompts(8, tokens // 8)
+    cases = cases if engine.has_lora else [0]
+    ms: dict[int, list[float]] = {count: [] for count in cases}
+    for turn in range(1 + repeats):
+        for count in cases:
+            adapters = [i % count + 1 if count else 0 for i in range(8)]
+            seconds = engine.seconds(functools.partial(engine.generate, prompts, adapters, 1))
+            if turn > 0:
+                ms[count].append(seconds * 1e3)
+    return [{"adapters": count, "tokens": tokens, **_spread("ms", ms[count])} for count in cases]
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, Any]:
+    return {
+        name: round(median(values), 4),
+        "least": round(min(values), 4),
+        "most": round(max(values), 4),
+    }
 
 
 def answers(engine: Engine, batches: Sequence[dict[str, Any]], new: int) -> list[Any]:

@@ -1,5 +1,6 @@
 // Where one form of a call takes over from another. `python -m bench forms` measures the candidates on the
-// device at hand and prints these rows anew; those here are an H200's (bench/results/forms-h200.json).
+// device at hand and prints these rows anew; those here are from `bench kernels` with and without `--part
+// pair`.
 #pragma once
 
 #include <cstdint>
