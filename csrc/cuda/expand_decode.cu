@@ -21,9 +21,9 @@ constexpr int kThreads = kWarps * kLanes;
 
 // Grid: (blocks of columns of each slice; CTAs that go through the decode tiles, as many as the chip holds:
 // of a plan with few tiles the rest would come in vain). A warp holds B of kBlocks blocks of columns and
-// kGroups groups of ranks; ranks past those if kIsLong. kCtas: CTAs that an SM must hold at a time. h comes
-// as h_parts arrays, part_values apart, to be added up in order.
-template <typename T, int kGroups, int kBlocks, int kCtas, bool kIsLong>
+// kGroups groups of ranks; ranks past those if kIsLong. kCtas: CTAs that an SM must hold at a time. If
+// kHasParts h comes as h_parts arrays, part_values apart, to be added up in order.
+template <typename T, int kGroups, int kBlocks, int kCtas, bool kIsLong, bool kHasParts>
 __global__ void __launch_bounds__(kThreads, kCtas)
     expand_decode_kernel(const __grid_constant__ ExpandArgs args, int h_parts, int64_t part_values) {
 #if __CUDA_ARCH__ >= 900
@@ -57,12 +57,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #pragma unroll
       for (int q = 0; q < kGroups; ++q) {
         const int rank = first_rank + first_rank_of_lane<kGroups>(q, t);
-        float4 values{};
-        if (rank < end) {
+        float4 values = rank < end ? *reinterpret_cast<const float4*>(h + rank) : float4{};
 #pragma unroll 1
-          for (int part = 0; part < h_parts; ++part)
-            values = add(values, *reinterpret_cast<const float4*>(h + part * part_values + rank));
-        }
+        for (int part = 1; kHasParts && part < h_parts && rank < end; ++part)
+          values = add(values, *reinterpret_cast<const float4*>(h + part * part_values + rank));
         hidden[q] = pack_hidden<T>(values, end - rank);
       }
       b.arrange();
@@ -80,13 +78,13 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #endif
 }
 
-template <typename T, int kGroups, int kBlocks, int kCtas, bool kIsLong>
+template <typename T, int kGroups, int kBlocks, int kCtas, bool kIsLong, bool kHasParts = false>
 int launch_expand(const ExpandArgs& args, int h_parts, void* stream) {
   const int64_t ctas = count_column_ctas(args.site, kWarps * kBlocks * kBlockColumns);
   const int64_t tiles = max_decode_tiles(args.rows, args.site.num_slots);
   const int64_t tiles_at_once = std::max<int64_t>(kCtas * current_device().multiprocessors / ctas, 1);
   const int64_t rounds = ceil_div(tiles, tiles_at_once);
-  return launch(expand_decode_kernel<T, kGroups, kBlocks, kCtas, kIsLong>,
+  return launch(expand_decode_kernel<T, kGroups, kBlocks, kCtas, kIsLong, kHasParts>,
                 dim3(ctas, ceil_div(tiles, rounds)), kThreads, 1, stream, 0, args, h_parts,
                 args.rows * args.site.num_slices * args.site.max_rank);
 }
@@ -94,10 +92,11 @@ int launch_expand(const ExpandArgs& args, int h_parts, void* stream) {
 // Beyond rank 16 B leaves registers for one block.
 template <typename T>
 int expand(const ExpandArgs& args, int h_parts, void* stream) {
-  if (args.site.max_rank <= 16) return launch_expand<T, 1, 2, 5, false>(args, h_parts, stream);
-  if (args.site.max_rank <= 32) return launch_expand<T, 2, 1, 6, false>(args, h_parts, stream);
-  if (args.site.max_rank <= 64) return launch_expand<T, 4, 1, 4, false>(args, h_parts, stream);
-  return launch_expand<T, 4, 1, 3, true>(args, h_parts, stream);
+  if (h_parts > 1) return launch_expand<T, 1, 2, 5, false, true>(args, h_parts, stream);
+  if (args.site.max_rank <= 16) return launch_expand<T, 1, 2, 5, false>(args, 1, stream);
+  if (args.site.max_rank <= 32) return launch_expand<T, 2, 1, 6, false>(args, 1, stream);
+  if (args.site.max_rank <= 64) return launch_expand<T, 4, 1, 4, false>(args, 1, stream);
+  return launch_expand<T, 4, 1, 3, true>(args, 1, stream);
 }
 
 }  // namespace
@@ -105,7 +104,7 @@ int expand(const ExpandArgs& args, int h_parts, void* stream) {
 bool expand_serves(const ExpandArgs& args) {
   const Site& site = args.site;
   if (!is_half(site.dtype) || current_device().capability < 90) return false;
-  static const bool is_compiled = is_compiled_for_sm90(expand_decode_kernel<__half, 1, 2, 5, false>);
+  static const bool is_compiled = is_compiled_for_sm90(expand_decode_kernel<__half, 1, 2, 5, false, false>);
   bool whole_vectors = site.max_rank % 8 == 0 && is_aligned(args.y, args.y_stride, site.dtype) &&
                        reinterpret_cast<uintptr_t>(args.h) % 16 == 0;
   for (int i = 0; i < site.num_slices; ++i) {

@@ -23,7 +23,8 @@ bool expand_serves(const ExpandArgs& args);
 bool apply_decode_serves(const ApplyArgs& args);
 int shrink_decode(const ShrinkArgs& args, void* stream);
 int shrink_prefill(const ShrinkArgs& args, void* stream);
-// h_parts: arrays [rows, num_slices, max_rank] behind one another at args.h, whose sum is h.
+// h_parts: arrays [rows, num_slices, max_rank] behind one another at args.h, whose sum is h. More than one
+// only at rank 16 and below.
 int expand_decode(const ExpandArgs& args, int h_parts, void* stream);
 // with_decode: tiles of both kinds.
 int expand_prefill(const ExpandArgs& args, bool with_decode, void* stream);
