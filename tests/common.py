@@ -16,6 +16,22 @@ from safetensors.torch import save_file
 COMPILER = "inductor" if " " not in torch.__file__ else "aot_eager"
 
 
+class TracedGraph:
+    """A backend of ``torch.compile`` that runs the one graph it is given as it was traced."""
+
+    module: torch.fx.GraphModule
+
+    def __call__(self, module: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        assert not hasattr(self, "module"), "traced twice"
+        self.module = module
+        return module
+
+    def calls(self, op: Any) -> int:
+        """Of an operator's packet, how often the graph calls it."""
+        nodes = self.module.graph.nodes
+        return sum(node.op == "call_function" and node.target == op.default for node in nodes)
+
+
 def save_adapter(
     folder: Path, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], **config: Any
 ) -> str:

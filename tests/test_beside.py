@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from common import COMPILER
+from common import COMPILER, TracedGraph
 from loramux import PlanMismatch, StepPlan, lora_apply_, lora_finish_, lora_start
 from loramux.ops import BESIDE_ROWS
 from test_ops import DEVICES, DTYPES, SLOTS, operands, stacked_site
@@ -105,11 +105,7 @@ def test_compile_sees_two_opaque_nodes(device):
     site = stacked_site(64, [64], 8, torch.float32, device)
     x, _ = operands(len(SLOTS), 64, site, torch.float32, device)
     plan = StepPlan.for_rows(SLOTS, site.num_slots, device)
-    graphs = []
-
-    def record(module, _):
-        graphs.append(module)
-        return module
+    graph = TracedGraph()
 
     def layer(x):
         x = x + 1
@@ -117,10 +113,9 @@ def test_compile_sees_two_opaque_nodes(device):
         return lora_finish_(x * 2, started) + 1
 
     want = layer(x)
-    assert torch.equal(torch.compile(layer, backend=record, fullgraph=True)(x), want)
-    called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert torch.equal(torch.compile(layer, backend=graph, fullgraph=True)(x), want)
     ops = torch.ops.loramux
-    assert [called.count(op.default) for op in (ops.lora_start, ops.lora_finish_)] == [1, 1]
+    assert [graph.calls(op) for op in (ops.lora_start, ops.lora_finish_)] == [1, 1]
     torch.testing.assert_close(torch.compile(layer, backend=COMPILER, fullgraph=True)(x), want)
 
 

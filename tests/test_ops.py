@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common import COMPILER
+from common import COMPILER, TracedGraph
 from loramux import LoraSite, PlanMismatch, SpecError, StepPlan
 from loramux.ops import (
     lora_apply_,
@@ -247,19 +247,14 @@ class TestTorchContract:
         site = stacked_site(64, [64], 8, torch.float32, device)
         x, _ = operands(len(SLOTS), 64, site, torch.float32, device)
         plan = StepPlan.for_rows(SLOTS, site.num_slots, device)
-        graphs = []
-
-        def record(module, _):
-            graphs.append(module)
-            return module
+        graph = TracedGraph()
 
         def layer(x):
             return lora_apply_(x * 2, x + 1, site, plan) + 1
 
         want = layer(x)
-        assert torch.equal(torch.compile(layer, backend=record, fullgraph=True)(x), want)
-        called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
-        assert called.count(torch.ops.loramux.lora_apply_.default) == 1
+        assert torch.equal(torch.compile(layer, backend=graph, fullgraph=True)(x), want)
+        assert graph.calls(torch.ops.loramux.lora_apply_) == 1
         torch.testing.assert_close(torch.compile(layer, backend=COMPILER, fullgraph=True)(x), want)
 
     def test_a_compiled_layer_follows_the_plan_in_its_buffer(self):
