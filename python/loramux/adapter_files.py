@@ -30,7 +30,7 @@ MAX_HEADER_BYTES = 16 << 20  # about 80,000 tensors
 MAX_SIDECAR_BYTES = 4 << 20
 _MAX_DIMS = 8
 _CHUNK_BYTES = 4 << 20
-_MAX_THREADS = 16
+_MAX_THREADS = 8  # of 16, most wait for the interpreter's lock: a load takes longer
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PICKLE = (
     "a pickle, which can run code as it is read; expected safetensors: re-save the adapter as "
@@ -292,7 +292,7 @@ def _num_threads() -> int:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """The threads that help those that load, started once: 16 of them take milliseconds."""
+    """The threads that help those that load, started once: it takes a millisecond or two."""
     return ThreadPoolExecutor(_num_threads(), "loramux-files")
 
 

@@ -10,6 +10,7 @@ import hashlib
 import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -22,6 +23,7 @@ _DIGEST_DOMAIN = b"loramux adapter digest 1\0"
 _ROOT_DOMAIN = b"loramux prefix root 1\0"
 _BASE_ROOT = b""
 _BLOCK_DOMAIN = b"loramux block key 1\0"
+_HEADS_KEPT = 1024
 
 
 def adapter_digest(adapter: LoraAdapter) -> bytes:
@@ -51,11 +53,16 @@ def joined_digest(adapter: LoraAdapter, factor_digests: Iterable[bytes]) -> byte
 
 def tensor_digest(tensor: torch.Tensor, memory: memoryview | None = None) -> bytes:
     """SHA-256 of a tensor's dtype, shape and values, which ``memory`` has for a meta tensor."""
-    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\0".encode())
+    digest = hashlib.sha256(_digest_head(tensor.dtype, tensor.shape))
     if memory is None:
         memory = tensor_memory(tensor.detach().cpu().contiguous())
     digest.update(memory)
     return digest.digest()
+
+
+@lru_cache(_HEADS_KEPT)  # most tensors of an adapter share a shape with others
+def _digest_head(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return f"{dtype} {list(shape)}\0".encode()
 
 
 def adapter_prefix_root(digest: bytes | None) -> bytes:

@@ -39,7 +39,7 @@ from .identity import joined_digest, tensor_digest
 from .site import table_row
 from .target import LoraTarget
 
-_RUN_BYTES = 512 << 10  # about what a thread reads, packs and digests at a time
+_RUN_BYTES = 1 << 20  # about what a thread reads, packs and digests at a time
 _FAULTS = {1: "a NaN or Inf", 2: "a value too large for the pool's dtype"}
 
 
@@ -140,6 +140,8 @@ class _Piece(NamedTuple):
     name: tuple[str, str]
     source: torch.Tensor  # a factor, or this rank's part of one
     blocks: list[_Block]  # what is made of it
+    in_file: bool  # its bytes are still to be read
+    size: int  # in bytes
 
 
 def pack_image(
@@ -168,17 +170,19 @@ def pack_image(
     digests: dict[int, bytes] = {}  # by the factor's id
 
     def pack(run: list[_Piece]) -> list[str]:
+        memory, start, addresses = scratch.memory, scratch.address, []
         if file is not None:
-            file.read([piece.source for piece in run if piece.source.is_meta], scratch.memory)
-        addresses, end = [], 0
-        for _, source, _ in run:
-            address, memory = source.data_ptr(), None
-            if source.is_meta:
-                start, end = end, end + source.nbytes
-                address, memory = scratch.address + start, scratch.memory[start:end]
-            addresses.append(address)
+            file.read([piece.source for piece in run if piece.in_file], memory)
+        for piece in run:
+            read = None
+            if piece.in_file:
+                addresses.append(start)
+                read, memory = memory[: piece.size], memory[piece.size :]
+                start += piece.size
+            else:
+                addresses.append(piece.source.data_ptr())
             if digest:
-                digests[id(source)] = tensor_digest(source, memory)
+                digests[id(piece.source)] = tensor_digest(piece.source, read)
         return _pack_run(run, addresses, image, layout.dtype)
 
     if problems := list(chain.from_iterable(in_parallel(pack, runs))):
@@ -196,12 +200,12 @@ def _runs(pieces: list[_Piece]) -> list[list[_Piece]]:
             runs.append([])
             size = 0
         runs[-1].append(piece)
-        size += piece.source.nbytes
+        size += piece.size
     return runs
 
 
 def _file_bytes(run: list[_Piece]) -> int:
-    return sum(piece.source.nbytes for piece in run if piece.source.is_meta)
+    return sum(piece.size for piece in run if piece.in_file)
 
 
 class _Scratch(threading.local):
@@ -254,15 +258,19 @@ def _sources(
 def _pieces(adapter: LoraAdapter, blocks: Iterable[_Block], whole: bool) -> list[_Piece]:
     """The part of each block alone, or every whole factor of an adapter."""
     if not whole:
-        return [_Piece(block.name, block.part, [block]) for block in blocks]
+        return [_piece(block.name, block.part, [block]) for block in blocks]
     made_of = defaultdict(list)
     for block in blocks:
         made_of[id(block.factor)].append(block)
     return [
-        _Piece((letter, name), factor, made_of[id(factor)])
+        _piece((letter, name), factor, made_of[id(factor)])
         for name, module in sorted(adapter.modules.items())
         for letter, factor in (("A", module.a), ("B", module.b))
     ]
+
+
+def _piece(name: tuple[str, str], source: torch.Tensor, blocks: list[_Block]) -> _Piece:
+    return _Piece(name, source, blocks, source.is_meta, source.nbytes)
 
 
 def _pack_run(
@@ -286,10 +294,14 @@ def _pack_run(
             f"{_FAULTS[fault]} ({dtype}) at element {index} of this rank's part; expected finite "
             "values: re-save it without, or serve it in float32",
         )
-    for (name, source, parts), address in zip(run, addresses, strict=True):
-        unseen = source.is_meta and all(b.part.numel() < source.numel() for b in parts)
-        if unseen and not _host.all_finite(address, DTYPE_CODES[source.dtype], source.numel()):
-            problems.setdefault(name, f"{_FAULTS[1]}; expected finite values: re-save it without")
+    for piece, address in zip(run, addresses, strict=True):
+        source = piece.source
+        if not piece.in_file or any(block.part is source for block in piece.blocks):
+            continue
+        if not _host.all_finite(address, DTYPE_CODES[source.dtype], source.numel()):
+            problems.setdefault(
+                piece.name, f"{_FAULTS[1]}; expected finite values: re-save it without"
+            )
     return [f"{factor} of module {name!r} has {text}" for (factor, name), text in problems.items()]
 
 
@@ -298,9 +310,10 @@ def _host_block(
 ) -> tuple[int, int, Sequence[int], Sequence[int], Sequence[int], int]:
     """A block as ``_host.pack`` takes it, made of a source that lies at ``address``."""
     part = block.part
-    address += int(part.storage_offset() - source.storage_offset()) * part.itemsize
     shape, strides = part.shape, part.stride()
-    if part is source and source.is_meta:  # it was read alone, without the columns beside it
+    if part is not source:
+        address += int(part.storage_offset() - source.storage_offset()) * part.itemsize
+    elif source.is_meta:  # it was read alone, without the columns beside it
         strides = (shape[1], 1)
     if block.turned:
         shape, strides = shape[::-1], strides[::-1]
