@@ -43,6 +43,28 @@ int64_t plan_capacity(int64_t rows, int64_t num_slots) {
   return kTileWords * (1 + ceil_div(words, kTileWords));
 }
 
+// Adds a segment's rows, which come after all others of its slot.
+inline void Planner::append(const PlanSegment& segment, int32_t first) {
+  const auto [slot, rows, scale] = segment;
+  if (slot >= static_cast<int64_t>(group_of_slot_.size())) group_of_slot_.resize(slot + int64_t{1}, -1);
+  const int32_t run = static_cast<int32_t>(runs_.size());
+  int32_t& index = group_of_slot_[slot];
+  if (index < 0) {
+    index = static_cast<int32_t>(groups_.size());
+    groups_.push_back({slot, rows, run, run});
+  } else {
+    Group& group = groups_[index];
+    Run& last = runs_[group.last_run];
+    group.rows += rows;
+    if (last.first + last.rows == first && last.scale == scale) {
+      last.rows += rows;
+      return;
+    }
+    group.last_run = last.next = run;
+  }
+  runs_.push_back({first, rows, scale, -1});
+}
+
 PlanStatus Planner::plan(const PlanSegment* segments, int64_t count, int64_t num_slots, int32_t* words,
                          int64_t capacity) {
   reset();
@@ -51,8 +73,7 @@ PlanStatus Planner::plan(const PlanSegment* segments, int64_t count, int64_t num
     const PlanSegment& segment = segments[i];
     if (segment.slot >= num_slots) return PlanStatus::bad_slot;
     if (segment.rows < 0 || rows + segment.rows > kMaxInt32) return PlanStatus::bad_rows;
-    if (segment.slot > 0 && segment.rows > 0)
-      append(group_of(segment.slot), static_cast<int32_t>(rows), segment.rows, segment.scale);
+    if (segment.slot > 0 && segment.rows > 0) append(segment, static_cast<int32_t>(rows));
     rows += segment.rows;
   }
 
@@ -99,31 +120,6 @@ void Planner::reset() {
   gathered_.clear();
 }
 
-Planner::Group& Planner::group_of(int32_t slot) {
-  if (slot >= static_cast<int64_t>(group_of_slot_.size())) group_of_slot_.resize(slot + int64_t{1}, -1);
-  int32_t& index = group_of_slot_[slot];
-  if (index < 0) {
-    groups_.push_back({slot, 0, -1, -1});
-    index = static_cast<int32_t>(groups_.size()) - 1;
-  }
-  return groups_[index];
-}
-
-void Planner::append(Group& group, int32_t first, int32_t rows, float scale) {
-  group.rows += rows;
-  if (group.last_run >= 0) {
-    Run& last = runs_[group.last_run];
-    if (last.first + last.rows == first && last.scale == scale) {
-      last.rows += rows;
-      return;
-    }
-  }
-  const int32_t run = static_cast<int32_t>(runs_.size());
-  runs_.push_back({first, rows, scale, -1});
-  (group.last_run < 0 ? group.first_run : runs_[group.last_run].next) = run;
-  group.last_run = run;
-}
-
 // Turns what it can of every run into contiguous tiles of full height; the group keeps the remainders.
 void Planner::split_full_tiles(Group& group) {
   for (int32_t i = group.first_run; i >= 0; i = runs_[i].next) {
@@ -139,26 +135,27 @@ void Planner::split_full_tiles(Group& group) {
 
 // Packs the group's rows densely into tiles of `height` rows, gathered where a tile spans several runs.
 void Planner::pack_rows(const Group& group, int32_t height, std::vector<Tile>& tiles) {
-  Run* run = &runs_[group.first_run];
+  const Run* run = &runs_[group.first_run];
+  int32_t used = 0;  // rows of the run
   const auto skip_used_runs = [&] {
-    while (run->rows == 0) run = &runs_[run->next];
+    for (; used == run->rows; used = 0) run = &runs_[run->next];
   };
   for (int32_t left = group.rows; left > 0;) {
     skip_used_runs();
     const int32_t count = std::min(height, left);
     left -= count;
-    if (run->rows >= count) {
-      tiles.push_back({group.slot, run->first, count, run->scale});
-      run->first += count;
-      run->rows -= count;
+    if (run->rows - used >= count) {
+      tiles.push_back({group.slot, run->first + used, count, run->scale});
+      used += count;
       continue;
     }
-    const int64_t list = gathered_at_ + kRowWords * static_cast<int64_t>(gathered_.size());
-    tiles.push_back({group.slot, static_cast<int32_t>(list), -count, 0.0f});
-    for (int32_t row = 0; row < count; ++row) {
+    const size_t begin = gathered_.size();
+    tiles.push_back({group.slot, static_cast<int32_t>(gathered_at_ + kRowWords * static_cast<int64_t>(begin)),
+                     -count, 0.0f});
+    gathered_.resize(begin + count);
+    for (GatheredRow* row = &gathered_[begin]; row != gathered_.data() + gathered_.size(); ++row) {
       skip_used_runs();
-      gathered_.push_back({run->first++, run->scale});
-      --run->rows;
+      *row = {run->first + used++, run->scale};
     }
   }
 }

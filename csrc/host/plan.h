@@ -55,8 +55,7 @@ class Planner {
   };
 
   void reset();
-  Group& group_of(int32_t slot);
-  void append(Group& group, int32_t first, int32_t rows, float scale);
+  void append(const PlanSegment& segment, int32_t first);
   void split_full_tiles(Group& group);
   void pack_rows(const Group& group, int32_t height, std::vector<Tile>& tiles);
 
