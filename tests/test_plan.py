@@ -11,11 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux import _host
+from loramux.config import Registration
+from loramux.errors import PlanMismatch
+from loramux.plan import PlanMemory, PlanTile, StepPlan
 
 Segment = tuple[int, int, float]  # slot, rows, scale
 Step = tuple[int, list[Segment]]  # slots of the table, segments
 
 CANARY = 0x5A5A5A5A
+MOST_ROWS = 2**31 - 1
 MARGIN = 4  # canary words on each side of the buffer, 16 bytes
 
 
@@ -33,17 +37,19 @@ class Plan:
         self.memory = torch.full((capacity + 2 * MARGIN,), CANARY, dtype=torch.int32)
         self.words = self.memory[MARGIN : MARGIN + capacity]
 
+    def place(self, num_slots: int) -> _host.Place:
+        return _host.Place(MOST_ROWS, num_slots, MARGIN, len(self.words))
+
     def write(self, segments: list[Segment], num_slots: int) -> int:
-        return _host.Planner().plan(
-            _host.Segments(
-                [slot for slot, _, _ in segments],
-                [rows for _, rows, _ in segments],
-                [scale for _, _, scale in segments],
-            ),
-            num_slots,
-            self.words.data_ptr(),
-            len(self.words),
+        [(rows, tiles)] = _host.Planner().plan(
+            [slot for slot, _, _ in segments],
+            [rows for _, rows, _ in segments],
+            [scale for _, _, scale in segments],
+            [self.place(num_slots)],
+            self.memory.data_ptr(),
         )
+        assert rows == sum(rows for _, rows, _ in segments)
+        return tiles
 
     @property
     def untouched(self) -> bool:
@@ -159,7 +165,8 @@ def test_bounds_grow_with_rows_and_slots(
         ([(1, 1, 1.0), (5, 1, 1.0)], r"slots\[1\] is 5, and there are 5 slots"),
         ([(1, -3, 1.0)], r"rows\[0\] is -3"),
         ([(0, 2**31, 1.0)], r"rows\[0\] is 2147483648"),
-        ([(0, 2**31 - 1, 1.0), (0, 1, 1.0)], "have 2147483648 rows.* at most 2147483647"),
+        ([(0, 2**31 - 1, 1.0), (0, 1, 1.0)], "has 2147483648 rows, the plan holds 2147483647"),
+        ([(0, 2**31 - 1, 1.0), (0, 1, 1.0), (0, -1, 1.0)], r"rows\[2\] is -1"),
         ([(1, 64 * 9, 1.0)], r"buffer of 36 words.* plan_capacity\(576, 5\) = \d+ words"),
     ],
 )
@@ -172,20 +179,32 @@ def test_a_refusal_says_what_was_found(segments: list[Segment], message: str) ->
 
 def test_refuses_arguments_that_do_not_belong_together() -> None:
     plan = Plan(64)
-    address = plan.words.data_ptr()
+    address = plan.memory.data_ptr()
     planner = _host.Planner()
-    one = _host.Segments([1], [1], [1.0])
     with pytest.raises(ValueError, match="found 2, 1 and 1 items"):
-        _host.Segments([1, 1], [1], [1.0])
+        planner.plan([1, 1], [1], [1.0], [plan.place(5)], address)
     with pytest.raises(ValueError, match="starts on 16 bytes"):
-        planner.plan(one, 5, address + 4, 60)
+        planner.plan([1], [1], [1.0], [plan.place(5)], address + 4)
     with pytest.raises(ValueError, match="multiple of 4 words"):
-        planner.plan(one, 5, address, 63)
+        planner.plan([1], [1], [1.0], [_host.Place(1, 5, 0, 63)], address)
+    with pytest.raises(ValueError, match="the step has 2 rows, the plan holds 1: make a larger"):
+        planner.plan([1], [2], [1.0], [_host.Place(1, 5, MARGIN, 64)], address)
     with pytest.raises(TypeError):
-        _host.Segments(["1"], [1], [1.0])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="found -1 rows over 5 slots"):
-        _host.plan_capacity(-1, 5)
+        planner.plan(["1"], [1], [1.0], [plan.place(5)], address)  # type: ignore[list-item]
+    for make in (_host.plan_capacity, lambda *shape: _host.Place(*shape, 0, 64)):
+        with pytest.raises(ValueError, match="found -1 rows over 5 slots"):
+            make(-1, 5)
     assert plan.untouched
+
+
+def test_numbers_that_are_one_object_and_others_are_read_alike() -> None:
+    one, two = Plan(4096), Plan(4096)
+    rows, scales = [1, 1, 1000, 1000, 2], [0.5, 0.5, 2.0, 0.5, 0.5]
+    one.write(list(zip([1, 2, 1, 2, 1], rows, scales, strict=True)), 3)
+    copies = ([int(str(count)) for count in rows], [float(str(scale)) for scale in scales])
+    two.write(list(zip([1, 2, 1, 2, 1], *copies, strict=True)), 3)
+    assert one.header[2] == sum(rows)
+    assert torch.equal(one.memory, two.memory)
 
 
 adapters = st.sampled_from(["a", "b", "c", None])
@@ -213,28 +232,98 @@ def test_a_steps_segments_are_planned_as_its_slots_and_rows(
         8,
     )
     got = Plan(len(want.words))
-    grouped = step.grouped(grouping, list(slot_of.values()))
-    assert step.rows(grouping) == grouped.rows == sum(rows)
-    _host.Planner().plan(grouped, 8, got.words.data_ptr(), len(got.words))
+    slots, address = [_host.Slot(i) for i in slot_of.values()], got.memory.data_ptr()
+    assert step.rows([grouping, 0]) == [sum(rows), sum(length > 0 for _, length, _ in segments)]
+    written = _host.Planner().plan_step(step, slots, [grouping], [got.place(8)], address)
+    assert written == [(sum(rows), sum(got.header[:2]))]
     assert torch.equal(got.memory, want.memory)
+
+
+def test_a_steps_plans_lie_each_in_its_place() -> None:
+    step = _host.Step([("a", 4, 1.0), (None, 8, 1.0), ("b", 4, 0.5), ("a", 4, 1.0)])
+    groupings = [1, 4, 0]
+    alone, together = [Plan(64) for _ in groupings], torch.full((200,), CANARY, dtype=torch.int32)
+    places = [_host.Place(MOST_ROWS, 8, start, 64) for start in (128, 0, 64)]
+    planner, slots = _host.Planner(), [_host.Slot(5), _host.Slot(2)]
+    written = planner.plan_step(step, slots, groupings, places, together.data_ptr())
+    assert [rows for rows, _ in written] == step.rows(groupings) == [20, 5, 4]
+    for grouping, start, plan in zip(groupings, (128, 0, 64), alone, strict=True):
+        planner.plan_step(step, slots, [grouping], [plan.place(8)], plan.memory.data_ptr())
+        assert torch.equal(together[start : start + 64], plan.words)
+
+
+def test_plans_that_share_memory_are_written_and_moved_together() -> None:
+    memory = PlanMemory("cpu")
+    tokens, lengths = (StepPlan(rows, 8, memory=memory) for rows in (4, 2))
+    slots = [_host.Slot(5), _host.Slot(2)]
+
+    def write(*segments: tuple[str, int]) -> list[PlanTile]:
+        step = _host.Step([(name, count, 1.0) for name, count in segments])
+        memory.write(_host.Planner.plan_step, step, slots, [1, 0])
+        return tokens.tiles() + lengths.tiles()
+
+    def slots_and_rows(tiles: list[PlanTile]) -> list[tuple[int, list[int]]]:
+        return [(tile.slot, tile.rows.tolist()) for tile in tiles]
+
+    few = [(5, [0, 1, 2]), (2, [3]), (5, [0]), (2, [1])]
+    assert slots_and_rows(write(("a", 3), ("b", 1))) == few
+    buffers = tokens.buffer, lengths.buffer
+    for refused in ([("a", 4), ("b", 1)], [("a", 1), ("b", 1), ("a", 1)]):
+        with pytest.raises(PlanMismatch, match=r"the step has \d rows, the plan holds \d"):
+            write(*refused)
+        assert (tokens.rows, lengths.rows) == (4, 2)
+    tokens.reserve(40)
+    assert (tokens.max_rows, lengths.max_rows) == (40, 2)
+    assert buffers[0].data_ptr() != tokens.buffer.data_ptr()
+    assert slots_and_rows(write(("a", 3), ("b", 1))) == few
+    many = [(5, [0]), (2, list(range(1, 40))), (5, [0]), (2, [1])]
+    assert slots_and_rows(write(("a", 1), ("b", 39))) == many
+
+
+class Name(str):
+    """Equal to its text, as another object."""
+
+    __slots__ = ()
+
+
+def test_equal_adapters_are_one_whatever_objects_they_are() -> None:
+    names = [f"adapter-{i}" for i in range(300)]
+    twice = [*names, *map(Name, names), *(name.encode().decode() for name in reversed(names))]
+    keys = [*twice, (1, 2), 2**70, (1, 2), 2**70]
+    step = _host.Step([(key, 1, 1.0) for key in keys])
+    assert step.adapters == [*names, (1, 2), 2**70]
+    plan, slots = Plan(_host.plan_capacity(len(keys), 400)), list(range(1, 303))
+    leased, place = [_host.Slot(i) for i in slots], plan.place(400)
+    _host.Planner().plan_step(step, leased, [1], [place], plan.memory.data_ptr())
+    want = Plan(len(plan.words))
+    of = dict(zip(step.adapters, slots, strict=True))
+    want.write([(of[key], 1, 1.0) for key in keys], 400)
+    assert torch.equal(plan.memory, want.memory)
 
 
 def test_a_step_refuses_segments_that_have_no_rows() -> None:
     with pytest.raises(ValueError, match="a segment of 6 tokens has no whole rows of 4 tokens"):
-        _host.Step([("a", 4, 1.0), ("a", 6, 1.0)]).rows(4)
+        _host.Step([("a", 4, 1.0), ("a", 6, 1.0)]).rows([1, 4])
     for grouping in (0, 1):
         with pytest.raises(ValueError, match="a segment of -1 tokens has no whole rows"):
-            _host.Step([(None, -1, 1.0)]).rows(grouping)
+            _host.Step([(None, -1, 1.0)]).rows([grouping])
     with pytest.raises(ValueError, match=r"tokens\[0\] is 2147483648"):
         _host.Step([("a", 2**31, 1.0)])
     with pytest.raises(ValueError, match="the step has 2147483648 rows"):
-        _host.Step([("a", 2**31 - 1, 1.0), ("a", 1, 1.0)]).rows(1)
+        _host.Step([("a", 2**31 - 1, 1.0), ("a", 1, 1.0)]).rows([1])
     with pytest.raises(TypeError, match="a tuple of adapter, tokens and scale"):
         _host.Step([("a", 1)])  # type: ignore[list-item]
     with pytest.raises(TypeError):
         _host.Step([({}, 1, 1.0)])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="names 1 adapters; found 2 slots"):
-        _host.Step([("a", 1, 1.0)]).grouped(1, [1, 2])
+    plan, step = Plan(64), _host.Step([("a", 1, 1.0)])
+    slot = _host.Slot(1)
+    for slots, places, message in (
+        ([slot, slot], [plan.place(5)], "names 1 adapters; found 2 slots"),
+        ([slot], [], "each row grouping has a place; found 1 and 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _host.Planner().plan_step(step, slots, [1], places, plan.memory.data_ptr())
+    assert plan.untouched
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 70)), max_size=12), st.booleans())
@@ -248,11 +337,8 @@ def test_rows_by_adapter_are_the_segments_that_they_form(
     by_segment, by_row = (Plan(_host.plan_capacity(len(rows), 4)) for _ in range(2))
     tiles = by_segment.write(spans, 4)
     adapters = tuple(np.array(rows, dtype=np.int64)) if are_numpy else rows
-    words = by_row.words
-    segments = _host.Segments.of_rows(adapters, slots)
-    assert segments.rows == len(rows)
-    got = _host.Planner().plan(segments, 4, words.data_ptr(), len(words))
-    assert got == tiles
+    where = [by_row.place(4)], by_row.memory.data_ptr()
+    assert _host.Planner().plan_rows(adapters, slots, *where) == [(len(rows), tiles)]
     assert torch.equal(by_row.memory, by_segment.memory)
 
 
@@ -265,9 +351,29 @@ def test_rows_by_adapter_are_the_segments_that_they_form(
 )
 def test_a_refused_row_says_which(adapters: list[int], message: str) -> None:
     plan = Plan(64)
-    words = plan.words
     with pytest.raises(ValueError, match=message):
-        _host.Planner().plan(
-            _host.Segments.of_rows(adapters, {0: 0, 1: 9}), 4, words.data_ptr(), len(words)
-        )
+        _host.Planner().plan_rows(adapters, {0: 0, 1: 9}, [plan.place(4)], plan.memory.data_ptr())
     assert plan.untouched
+
+
+def test_slots_are_leased_all_or_none_and_released_once_each() -> None:
+    a, b, c = (Registration(name, "", None) for name in "abc")
+    slot_of = {a: _host.Slot(1), b: _host.Slot(2)}
+    slot_of[a].holds, slot_of[b].holds = a, b
+
+    def state() -> list[tuple[int, int, object]]:
+        return [(slot.leases, slot.used_at, slot.idle) for slot in slot_of.values()]
+
+    assert _host.lease(slot_of, [a, c], 1, 7) is None
+    assert state() == [(0, 0, None)] * 2
+    assert _host.lease(slot_of, [], 1, 7) == []
+    once, twice = _host.lease(slot_of, [a], 1, 7), _host.lease(slot_of, [b, a, a], 1, 8)
+    assert once == [slot_of[a]]
+    assert twice == [slot_of[b], slot_of[a], slot_of[a]]
+    assert state() == [(3, 8, None), (1, 8, None)]
+    assert _host.lease(slot_of, [b], 0, 9) == [slot_of[b]]
+    assert state() == [(3, 8, None), (1, 9, None)]
+    held = {b: slot_of[b]}  # a is unloaded
+    assert _host.release(once, "first", held) == []  # type: ignore[arg-type]
+    assert _host.release(twice, "second", held) == [slot_of[a]]  # type: ignore[arg-type]
+    assert state() == [(0, 8, "second"), (0, 9, "second")]

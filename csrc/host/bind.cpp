@@ -1,9 +1,12 @@
-// The Python module `_host`: planner and packer over addresses of memory that the caller owns.
+// The Python module `_host`: the planner and the packer over addresses of memory that the caller owns, and
+// what a step does once for each of its segments and adapters.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <bit>
 #include <limits>
+#include <optional>
 #include <sstream>
 #include <tuple>
 #include <utility>
@@ -19,8 +22,8 @@ namespace py = pybind11;
 
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
-template <class... Parts>
-[[noreturn]] void refuse(const Parts&... parts) {
+template <class... Parts>  // by value: what a caller passes may stay in its registers
+[[noreturn, gnu::noinline, gnu::cold]] void refuse(Parts... parts) {
   std::ostringstream message;
   (message << ... << parts);
   throw py::value_error(message.str());
@@ -56,110 +59,170 @@ float to_float(PyObject* item) {
   return static_cast<float>(value);
 }
 
+// The value of one item after another. Neighbours are often one object, whose value is read once.
+template <class T>
+class SameAgain {
+ public:
+  template <class Read>
+  T of(PyObject* item, const Read& read) {
+    if (item != last_) {
+      value_ = read(item);
+      last_ = item;
+    }
+    return value_;
+  }
+
+ private:
+  PyObject* last_ = nullptr;
+  T value_{};
+};
+
+// What a dict has of a key, or null.
+PyObject* find(const py::dict& items, py::handle key) {
+  PyObject* const found = PyDict_GetItemWithError(items.ptr(), key.ptr());
+  if (found == nullptr && PyErr_Occurred()) throw py::error_already_set();
+  return found;
+}
+
+// Numbers objects in the order they first come, equal ones alike, at less cost than a dict of integers.
+class Numbering {
+ public:
+  explicit Numbering(int64_t most) : table_(std::bit_ceil(static_cast<size_t>(2 * most + 1))) {}
+
+  int32_t of(PyObject* object) {
+    const Py_hash_t hash = PyObject_Hash(object);
+    if (hash == -1) throw py::error_already_set();
+    for (size_t at = hash;; ++at) {
+      Entry& entry = table_[at & (table_.size() - 1)];
+      if (entry.object == nullptr) {
+        entry = {object, static_cast<uint32_t>(hash), static_cast<int32_t>(objects_.size())};
+        objects_.append(py::handle(object));
+      } else if (entry.object != object &&
+                 !(entry.hash == static_cast<uint32_t>(hash) && equal(entry.object, object))) {
+        continue;
+      }
+      return entry.index;
+    }
+  }
+
+  const py::list& objects() const { return objects_; }
+
+ private:
+  struct Entry {
+    PyObject* object;  // objects_ keeps it alive
+    uint32_t hash;     // what fits of it
+    int32_t index;
+  };
+
+  static bool equal(PyObject* a, PyObject* b) {
+    const int result = PyObject_RichCompareBool(a, b, Py_EQ);
+    if (result < 0) throw py::error_already_set();
+    return result != 0;
+  }
+
+  std::vector<Entry> table_;  // by hash, open, at most half full
+  py::list objects_;
+};
+
 void check_shape(int64_t rows, int64_t num_slots) {
   if (rows < 0 || rows > kMaxInt32 || num_slots < 1 || num_slots > kMaxInt32)
     refuse("a plan has 0 to ", kMaxInt32, " rows over 1 to ", kMaxInt32, " slots; found ", rows,
            " rows over ", num_slots, " slots");
 }
 
-// What the planner plans: the segments of a step under one row grouping.
-class Segments {
- public:
-  explicit Segments(std::vector<PlanSegment> items) : items_(std::move(items)) {
-    for (const PlanSegment& segment : items_) rows_ += segment.rows;
-  }
-
-  static Segments read(py::handle slot_items, py::handle row_items, py::handle scale_items) {
-    const Items slots(slot_items), rows(row_items), scales(scale_items);
-    if (slots.size() != rows.size() || slots.size() != scales.size())
-      refuse("slots, rows and scales have one item per segment; found ", slots.size(), ", ", rows.size(),
-             " and ", scales.size(), " items");
-    std::vector<PlanSegment> items;
-    items.reserve(slots.size());
-    for (int64_t i = 0; i < slots.size(); ++i)
-      items.push_back({to_int32("slots", i, slots[i]), to_int32("rows", i, rows[i]), to_float(scales[i])});
-    return Segments(std::move(items));
-  }
-
-  // By the adapter of each row, at scale 1: neighbours of one adapter become one segment.
-  static Segments of_rows(py::handle adapter_items, const py::dict& slots) {
-    const Items adapters(adapter_items);
-    std::vector<PlanSegment> items;
-    long last = 0;
-    for (int64_t i = 0; i < adapters.size(); ++i) {
-      const long adapter = PyLong_AsLong(adapters[i]);
-      if (adapter == -1 && PyErr_Occurred()) throw py::error_already_set();
-      if (!items.empty() && adapter == last) {
-        ++items.back().rows;
-        continue;
-      }
-      PyObject* const slot = PyDict_GetItemWithError(slots.ptr(), py::int_(adapter).ptr());
-      if (slot == nullptr) {
-        if (PyErr_Occurred()) throw py::error_already_set();
-        refuse("adapters[", i, "] is ", adapter, ", which holds no slot: make it resident first");
-      }
-      items.push_back({to_int32("slots", i, slot), 1, 1.0f});
-      last = adapter;
-    }
-    return Segments(std::move(items));
-  }
-
-  const std::vector<PlanSegment>& items() const { return items_; }
-  int64_t rows() const { return rows_; }
-
- private:
-  std::vector<PlanSegment> items_;
-  int64_t rows_ = 0;
+// A step's segments under one row grouping, and their rows in all.
+struct Grouped {
+  std::vector<PlanSegment> segments;
+  int64_t rows = 0;
 };
+
+Grouped read_segments(py::handle slot_items, py::handle row_items, py::handle scale_items) {
+  const Items slots(slot_items), rows(row_items), scales(scale_items);
+  if (slots.size() != rows.size() || slots.size() != scales.size())
+    refuse("slots, rows and scales have one item per segment; found ", slots.size(), ", ", rows.size(),
+           " and ", scales.size(), " items");
+  Grouped result;
+  result.segments.resize(slots.size());
+  SameAgain<int32_t> count;
+  SameAgain<float> scale;
+  for (int64_t i = 0; i < slots.size(); ++i) {
+    PlanSegment& segment = result.segments[i];
+    segment.slot = to_int32("slots", i, slots[i]);
+    segment.rows = count.of(rows[i], [i](PyObject* item) { return to_int32("rows", i, item); });
+    segment.scale = scale.of(scales[i], to_float);
+    result.rows += segment.rows;
+  }
+  return result;
+}
+
+// By the adapter of each row, at scale 1: neighbours of one adapter become one segment.
+Grouped read_rows(py::handle adapter_items, const py::dict& slots) {
+  const Items adapters(adapter_items);
+  Grouped result;
+  result.rows = adapters.size();
+  long last = 0;
+  for (int64_t i = 0; i < adapters.size(); ++i) {
+    const long adapter = PyLong_AsLong(adapters[i]);
+    if (adapter == -1 && PyErr_Occurred()) throw py::error_already_set();
+    if (i > 0 && adapter == last) {
+      ++result.segments.back().rows;
+      continue;
+    }
+    PyObject* const slot = find(slots, py::int_(adapter));
+    if (slot == nullptr)
+      refuse("adapters[", i, "] is ", adapter, ", which holds no slot: make it resident first");
+    result.segments.push_back({to_int32("slots", i, slot), 1, 1.0f});
+    last = adapter;
+  }
+  return result;
+}
 
 // A step's segments as its caller has them, (adapter, tokens, scale): read once for all row groupings.
 class Step {
  public:
   explicit Step(py::handle sequence) {
     const Items items(sequence);
-    segments_.reserve(items.size());
-    py::dict indices;
+    segments_.resize(items.size());
+    SameAgain<int32_t> tokens;
+    SameAgain<float> scale;
+    Numbering adapters(items.size());
     for (int64_t i = 0; i < items.size(); ++i) {
       PyObject* item = items[i];
       if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 3)
         throw py::type_error("a segment is a tuple of adapter, tokens and scale");
-      const int32_t tokens = to_int32("tokens", i, PyTuple_GET_ITEM(item, 1));
-      const float scale = to_float(PyTuple_GET_ITEM(item, 2));
+      Segment& segment = segments_[i];
+      segment.tokens =
+          tokens.of(PyTuple_GET_ITEM(item, 1), [i](PyObject* count) { return to_int32("tokens", i, count); });
+      segment.scale = scale.of(PyTuple_GET_ITEM(item, 2), to_float);
       PyObject* adapter = PyTuple_GET_ITEM(item, 0);
-      segments_.push_back(
-          {tokens == 0 || adapter == Py_None ? kBase : index(indices, adapter), tokens, scale});
+      segment.adapter = segment.tokens == 0 || adapter == Py_None ? kBase : adapters.of(adapter);
     }
+    adapters_ = adapters.objects();
   }
 
   // Distinct adapters of the segments that have tokens, in order of their first.
   const py::list& adapters() const { return adapters_; }
 
-  int64_t rows(int64_t grouping) const {
-    int64_t total = 0;
-    for (const Segment& segment : segments_) {
-      if (segment.tokens < 0 || (grouping > 1 && segment.tokens % grouping != 0))
-        refuse("a segment of ", segment.tokens, " tokens has no whole rows of ",
-               std::max<int64_t>(grouping, 1), " tokens");
-      total += rows_of(segment, grouping);
+  std::vector<int64_t> rows(const std::vector<int64_t>& groupings) const {
+    std::vector<int64_t> rows;
+    for (int64_t grouping : groupings) {
+      rows.push_back(for_rows(grouping, [](const Segment&, int32_t) {}));
+      if (rows.back() > kMaxInt32)
+        refuse("the step has ", rows.back(), " rows, and a plan holds at most ", kMaxInt32,
+               ": split the step");
     }
-    if (total > kMaxInt32)
-      refuse("the step has ", total, " rows, and a plan holds at most ", kMaxInt32, ": split the step");
-    return total;
+    return rows;
   }
 
-  Segments grouped(int64_t grouping, py::handle slot_items) const {
-    const Items slots(slot_items);
-    if (slots.size() != static_cast<int64_t>(adapters_.size()))
-      refuse("the step names ", adapters_.size(), " adapters; found ", slots.size(), " slots");
-    std::vector<int32_t> slot_of(slots.size());
-    for (int64_t i = 0; i < slots.size(); ++i) slot_of[i] = to_int32("slots", i, slots[i]);
-    rows(grouping);
-    std::vector<PlanSegment> items;
-    items.reserve(segments_.size());
-    for (const Segment& segment : segments_)
-      items.push_back({segment.adapter == kBase ? 0 : slot_of[segment.adapter], rows_of(segment, grouping),
-                       segment.scale});
-    return Segments(std::move(items));
+  // `slots` has those of the adapters.
+  Grouped grouped(int64_t grouping, const std::vector<int32_t>& slots) const {
+    Grouped result;
+    result.segments.resize(segments_.size());
+    PlanSegment* next = result.segments.data();
+    result.rows = for_rows(grouping, [&](const Segment& segment, int32_t rows) {
+      *next++ = {segment.adapter == kBase ? 0 : slots[segment.adapter], rows, segment.scale};
+    });
+    return result;
   }
 
  private:
@@ -171,58 +234,140 @@ class Step {
     float scale;
   };
 
-  static int32_t rows_of(const Segment& segment, int64_t grouping) {
-    return static_cast<int32_t>(grouping == 0 ? segment.tokens != 0 : segment.tokens / grouping);
-  }
-
-  int32_t index(const py::dict& indices, PyObject* adapter) {
-    if (PyObject* known = PyDict_GetItemWithError(indices.ptr(), adapter))
-      return static_cast<int32_t>(PyLong_AsLong(known));
-    if (PyErr_Occurred()) throw py::error_already_set();
-    const auto next = static_cast<int32_t>(adapters_.size());
-    indices[py::handle(adapter)] = next;
-    adapters_.append(py::handle(adapter));
-    return next;
+  // Calls use(segment, its rows) for every segment; the sum of the rows.
+  template <class Use>
+  int64_t for_rows(int64_t grouping, const Use& use) const {
+    int64_t total = 0;
+    for (const Segment& segment : segments_) {
+      if (segment.tokens < 0 || (grouping > 1 && segment.tokens % grouping != 0))
+        refuse("a segment of ", segment.tokens, " tokens has no whole rows of ",
+               std::max<int64_t>(grouping, 1), " tokens");
+      const int64_t rows = grouping == 0   ? segment.tokens != 0
+                           : grouping == 1 ? segment.tokens
+                                           : segment.tokens / grouping;
+      use(segment, static_cast<int32_t>(rows));
+      total += rows;
+    }
+    return total;
   }
 
   std::vector<Segment> segments_;
   py::list adapters_;
 };
 
+// One device slot: whose weights it holds, and who is using them.
+struct Slot {
+  explicit Slot(int64_t index) : index(index) {}
+
+  int64_t index;
+  int64_t leases = 0;
+  int64_t used_at = 0;
+  py::object holds = py::none();
+  py::object idle = py::none();
+};
+
+// Where one plan lies in memory that plans share, and what it may hold.
+struct Place {
+  int64_t max_rows, num_slots;
+  int64_t start, capacity;  // words
+};
+
 class BoundPlanner {
  public:
-  int64_t plan(const Segments& segments, int64_t num_slots, uintptr_t address, int64_t capacity) {
+  using Written = std::pair<int64_t, int64_t>;  // rows, and tiles
+  using Places = std::vector<Place>;
+
+  std::vector<Written> plan(py::handle slots, py::handle rows, py::handle scales, const Places& places,
+                            uintptr_t address) {
+    return write_all(read_segments(slots, rows, scales), places, address);
+  }
+
+  std::vector<Written> plan_rows(py::handle adapters, const py::dict& slots, const Places& places,
+                                 uintptr_t address) {
+    return write_all(read_rows(adapters, slots), places, address);
+  }
+
+  std::vector<Written> plan_step(const Step& step, py::handle slot_items,
+                                 const std::vector<int64_t>& groupings, const std::vector<Place>& places,
+                                 uintptr_t address) {
+    const Items items(slot_items);
+    if (items.size() != static_cast<int64_t>(step.adapters().size()))
+      refuse("the step names ", step.adapters().size(), " adapters; found ", items.size(), " slots");
+    if (groupings.size() != places.size())
+      refuse("each row grouping has a place; found ", groupings.size(), " and ", places.size());
+    std::vector<int32_t> slots(items.size());
+    for (int64_t i = 0; i < items.size(); ++i)
+      slots[i] = static_cast<int32_t>(py::handle(items[i]).cast<const Slot&>().index);
+    std::vector<Written> written;
+    for (size_t i = 0; i < places.size(); ++i)
+      written.push_back(write(step.grouped(groupings[i], slots), places[i], address));
+    return written;
+  }
+
+ private:
+  std::vector<Written> write_all(const Grouped& grouped, const Places& places, uintptr_t address) {
+    std::vector<Written> written;
+    for (const Place& place : places) written.push_back(write(grouped, place, address));
+    return written;
+  }
+
+  Written write(const Grouped& grouped, const Place& place, uintptr_t address) {
+    const auto& [segments, rows] = grouped;
+    const auto& [max_rows, num_slots, start, capacity] = place;
+    if (rows > max_rows)
+      refuse("the step has ", rows, " rows, the plan holds ", max_rows, ": make a larger plan");
+    address += start * sizeof(int32_t);
     if (address % alignof(PlanHeader) != 0 || capacity < 0 || capacity % 4 != 0)
       refuse("a plan's buffer starts on ", alignof(PlanHeader),
              " bytes and holds a multiple of 4 words; found address ", address, " and ", capacity, " words");
     auto* words = reinterpret_cast<int32_t*>(address);
-    const auto& items = segments.items();
     const PlanStatus status =
-        planner_.plan(items.data(), static_cast<int64_t>(items.size()), num_slots, words, capacity);
-    if (status != PlanStatus::ok) refuse_plan(segments, status, num_slots, capacity);
-    return int64_t{words[0]} + words[1];
+        planner_.plan(segments.data(), static_cast<int64_t>(segments.size()), num_slots, words, capacity);
+    if (status != PlanStatus::ok) refuse_plan(grouped, status, place);
+    return {rows, int64_t{words[0]} + words[1]};
   }
 
- private:
-  [[noreturn]] static void refuse_plan(const Segments& segments, PlanStatus status, int64_t num_slots,
-                                       int64_t capacity) {
-    const auto& items = segments.items();
-    for (size_t i = 0; i < items.size(); ++i) {
-      const auto& [slot, rows, scale] = items[i];
-      if (status == PlanStatus::bad_slot && slot >= num_slots)
-        refuse("slots[", i, "] is ", slot, ", and there are ", num_slots, " slots: name one below that");
+  [[noreturn]] static void refuse_plan(const Grouped& grouped, PlanStatus status, const Place& place) {
+    for (size_t i = 0; i < grouped.segments.size(); ++i) {
+      const auto& [slot, rows, scale] = grouped.segments[i];
+      if (status == PlanStatus::bad_slot && slot >= place.num_slots)
+        refuse("slots[", i, "] is ", slot, ", and there are ", place.num_slots,
+               " slots: name one below that");
       if (rows < 0) refuse("rows[", i, "] is ", rows, ": a segment has 0 rows or more");
     }
-    const int64_t total = segments.rows();
-    if (status == PlanStatus::bad_rows)
-      refuse("the segments have ", total, " rows, and a plan holds at most ", kMaxInt32, ": split the step");
-    refuse("the plan of ", total, " rows does not fit the buffer of ", capacity,
-           " words: give it plan_capacity(", total, ", ", num_slots, ") = ", plan_capacity(total, num_slots),
-           " words");
+    const int64_t capacity = plan_capacity(grouped.rows, place.num_slots);
+    refuse("the plan of ", grouped.rows, " rows does not fit the buffer of ", place.capacity,
+           " words: give it plan_capacity(", grouped.rows, ", ", place.num_slots, ") = ", capacity, " words");
   }
 
   Planner planner_;
 };
+
+std::optional<py::list> lease(const py::dict& slot_of, const py::list& wanted, int64_t leases,
+                              int64_t used_at) {
+  py::list slots(wanted.size());
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    PyObject* const slot = find(slot_of, wanted[i]);
+    if (slot == nullptr) return std::nullopt;
+    slots[i] = py::handle(slot);
+  }
+  for (py::handle item : slots) {
+    Slot& slot = item.cast<Slot&>();
+    slot.leases += leases;
+    slot.used_at = used_at;
+  }
+  return slots;
+}
+
+py::list release(const py::list& slots, const py::object& idle, const py::dict& slot_of) {
+  py::list unloaded;
+  for (py::handle item : slots) {
+    Slot& slot = item.cast<Slot&>();
+    slot.idle = idle;
+    if (--slot.leases == 0 && find(slot_of, slot.holds) == nullptr) unloaded.append(item);
+  }
+  return unloaded;
+}
 
 DType to_dtype(int code) {
   if (code < 0 || code > static_cast<int>(DType::bf16))
@@ -277,7 +422,7 @@ bool is_finite(uintptr_t values, int dtype, int64_t count) {
 }  // namespace
 
 PYBIND11_MODULE(_host, m) {
-  m.doc() = "The torch-free host code: the step planner and the image packer.";
+  m.doc() = "The torch-free host code: slots, the step planner and the image packer.";
 
   m.attr("DECODE_ROWS") = kDecodeRows;
   m.attr("PREFILL_ROWS") = kPrefillRows;
@@ -299,21 +444,38 @@ PYBIND11_MODULE(_host, m) {
   def_bound("max_prefill_tiles", max_prefill_tiles);
   def_bound("plan_capacity", plan_capacity);
 
-  py::class_<Segments>(m, "Segments")
-      .def(py::init(&Segments::read), py::arg("slots"), py::arg("rows"), py::arg("scales"))
-      .def_static("of_rows", &Segments::of_rows, py::arg("adapters"), py::arg("slots"))
-      .def_property_readonly("rows", &Segments::rows);
-
   py::class_<Step>(m, "Step")
       .def(py::init<py::handle>(), py::arg("segments"))
       .def_property_readonly("adapters", &Step::adapters)
-      .def("rows", &Step::rows, py::arg("grouping"))
-      .def("grouped", &Step::grouped, py::arg("grouping"), py::arg("slots"));
+      .def("rows", &Step::rows, py::arg("groupings"));
+
+  py::class_<Place>(m, "Place")
+      .def(py::init([](int64_t max_rows, int64_t num_slots, int64_t start, int64_t capacity) {
+             check_shape(max_rows, num_slots);
+             return Place{max_rows, num_slots, start, capacity};
+           }),
+           py::arg("max_rows"), py::arg("num_slots"), py::arg("start"), py::arg("capacity"))
+      .def_readonly("start", &Place::start)
+      .def_readonly("capacity", &Place::capacity);
 
   py::class_<BoundPlanner>(m, "Planner")
       .def(py::init<>())
-      .def("plan", &BoundPlanner::plan, py::arg("segments"), py::arg("num_slots"), py::arg("address"),
-           py::arg("capacity"));
+      .def("plan", &BoundPlanner::plan, py::arg("slots"), py::arg("rows"), py::arg("scales"),
+           py::arg("places"), py::arg("address"))
+      .def("plan_rows", &BoundPlanner::plan_rows, py::arg("adapters"), py::arg("slots"), py::arg("places"),
+           py::arg("address"))
+      .def("plan_step", &BoundPlanner::plan_step, py::arg("step"), py::arg("slots"), py::arg("groupings"),
+           py::arg("places"), py::arg("address"));
+
+  py::class_<Slot>(m, "Slot")
+      .def(py::init<int64_t>(), py::arg("index"))
+      .def_readonly("index", &Slot::index)
+      .def_readonly("leases", &Slot::leases)
+      .def_readonly("used_at", &Slot::used_at)
+      .def_readwrite("holds", &Slot::holds)
+      .def_readwrite("idle", &Slot::idle);
+  m.def("lease", &lease, py::arg("slot_of"), py::arg("wanted"), py::arg("leases"), py::arg("used_at"));
+  m.def("release", &release, py::arg("slots"), py::arg("idle"), py::arg("slot_of"));
 
   m.def("pack", &pack_blocks, py::arg("image"), py::arg("bytes"), py::arg("dtype"), py::arg("blocks"));
   m.def("all_finite", &is_finite, py::arg("values"), py::arg("dtype"), py::arg("count"));

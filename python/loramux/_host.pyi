@@ -1,10 +1,14 @@
-"""The torch-free host code: the step planner and the image packer, over addresses of host memory.
+"""The torch-free host code: slots, and the step planner and image packer over host memory.
 
 Dtype codes are ``DType`` of csrc/lora.h: 0 float32, 1 float16, 2 bfloat16.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final
+
+from torch import Event
+
+from .config import Registration
 
 DECODE_ROWS: Final[int]
 PREFILL_ROWS: Final[int]
@@ -26,41 +30,6 @@ def max_prefill_tiles(rows: int, num_slots: int) -> int:
 def plan_capacity(rows: int, num_slots: int) -> int:
     """Int32 words that hold the plan of any such step. Raises as ``max_decode_tiles``."""
 
-class Segments:
-    """What a planner plans: the segments of a step under one row grouping, in packed order.
-
-    Lists and tuples are read in place; anything else is copied to a list first.
-
-    Args:
-        slots: one per segment; 0 and below are base rows.
-        rows: rows per segment, 0 or more.
-        scales: factor on the delta per segment.
-
-    Attributes:
-        rows: of all segments.
-
-    Raises:
-        ValueError: sequences of different lengths, or a number that does not fit 32 bits.
-    """
-
-    def __init__(
-        self, slots: Sequence[int], rows: Sequence[int], scales: Sequence[float]
-    ) -> None: ...
-    @staticmethod
-    def of_rows(adapters: Sequence[int], slots: Mapping[int, int]) -> Segments:
-        """Segments by the adapter of each row, at scale 1.0: neighbours of one become one segment.
-
-        Args:
-            adapters: one id per row, of any integer type.
-            slots: the slot of every id among them, as a dict; 0 and below are base rows.
-
-        Raises:
-            ValueError: an id without a slot.
-        """
-
-    @property
-    def rows(self) -> int: ...
-
 class Step:
     """A step's segments as its caller has them, read once for all row groupings.
 
@@ -78,38 +47,130 @@ class Step:
     def __init__(self, segments: Sequence[tuple[Hashable | None, int, float]]) -> None: ...
     @property
     def adapters(self) -> list[Any]: ...
-    def rows(self, grouping: int) -> int:
-        """Rows that a linear of a row grouping sees: 1 per token, k per k tokens, 0 per segment.
+    def rows(self, groupings: Sequence[int]) -> list[int]:
+        """Rows that a linear of each row grouping sees: 1 per token, k per k tokens, 0 per segment.
 
         Raises:
             ValueError: a negative segment, one of no whole rows, or more rows than an int32.
         """
 
-    def grouped(self, grouping: int, slots: Sequence[int]) -> Segments:
-        """The segments as the planner takes them, ``slots[i]`` being that of ``adapters[i]``.
+class Slot:
+    """One device slot: whose weights it holds, and who is using them.
 
-        Raises:
-            ValueError: as ``rows``, or another number of slots than of adapters.
-        """
+    Attributes:
+        index: its row of the slot table.
+        leases: steps that use it (``lease``, ``release``).
+        used_at: the pool's clock at its last use.
+        holds: whose weights are in it.
+        idle: the last step that used it is done.
+    """
+
+    def __init__(self, index: int) -> None: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def leases(self) -> int: ...
+    @property
+    def used_at(self) -> int: ...
+    holds: Registration | None
+    idle: Event | None
+
+def lease(
+    slot_of: dict[Registration, Slot], wanted: list[Registration], leases: int, used_at: int
+) -> list[Slot] | None:
+    """The slots of ``wanted``, each leased ``leases`` times more and used at ``used_at``.
+
+    ``None``, and nothing is leased, where one has no slot.
+    """
+
+def release(slots: list[Slot], idle: Event | None, slot_of: dict[Registration, Slot]) -> list[Slot]:
+    """End one lease of each slot, which a step used that is done at ``idle``.
+
+    Returns:
+        Those without a lease whose weights ``slot_of`` no longer finds.
+    """
+
+class Place:
+    """Where one plan lies in the memory of several.
+
+    Args:
+        max_rows: that it may have.
+        num_slots: slots of the table, the zero adapter's included.
+        start: its first word.
+        capacity: its words, a multiple of 4.
+
+    Raises:
+        ValueError: as ``plan_capacity``.
+    """
+
+    def __init__(self, max_rows: int, num_slots: int, start: int, capacity: int) -> None: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
 
 class Planner:
-    """Writes step plans. Keeps its scratch memory between calls."""
+    """Writes step plans, into int32 memory at ``address``. Keeps its scratch memory between calls.
+
+    Lists and tuples are read in place; anything else is copied to a list first. For each place
+    come back the rows that were planned, and the plan's tiles: 0 if every row is the base's.
+
+    Raises:
+        ValueError: more rows than the place holds, a slot outside the table, rows that are
+            negative, a plan that is not 16-byte aligned, or a place that is too small. That place
+            and those after it are left as they were.
+    """
 
     def __init__(self) -> None: ...
-    def plan(self, segments: Segments, num_slots: int, address: int, capacity: int) -> int:
-        """Plan a step.
+    def plan(
+        self,
+        slots: Sequence[int],
+        rows: Sequence[int],
+        scales: Sequence[float],
+        places: Sequence[Place],
+        address: int,
+    ) -> list[tuple[int, int]]:
+        """Plan segments in packed order.
 
         Args:
-            num_slots: slots of the table, the zero adapter's included.
-            address: of the int32 buffer to write, 16-byte aligned.
-            capacity: of the buffer in words, a multiple of 4.
-
-        Returns:
-            Tiles in the plan; 0 if every row is the base's.
+            slots: one per segment; 0 and below are base rows.
+            rows: rows per segment, 0 or more.
+            scales: factor on the delta per segment.
 
         Raises:
-            ValueError: a slot outside the table, rows that are negative or do not sum to an int32,
-                a misaligned buffer, or one that is too small. Nothing is written.
+            ValueError: sequences of different lengths, or a number that does not fit 32 bits.
+        """
+
+    def plan_rows(
+        self,
+        adapters: Sequence[int],
+        slots: Mapping[int, int],
+        places: Sequence[Place],
+        address: int,
+    ) -> list[tuple[int, int]]:
+        """Plan rows, at scale 1.0, by the adapter of each.
+
+        Args:
+            adapters: one id per row, of any integer type.
+            slots: the slot of every id among them, as a dict; 0 and below are base rows.
+
+        Raises:
+            ValueError: an id without a slot.
+        """
+
+    def plan_step(
+        self,
+        step: Step,
+        slots: Sequence[Slot],
+        groupings: Sequence[int],
+        places: Sequence[Place],
+        address: int,
+    ) -> list[tuple[int, int]]:
+        """Plan a step for each of its row groupings, ``slots[i]`` being that of ``adapters[i]``.
+
+        Raises:
+            ValueError: as ``Step.rows``, another number of slots than of adapters, or of places
+                than of groupings.
         """
 
 def pack(

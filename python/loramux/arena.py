@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from . import _host
-from .config import Registration
+from ._host import Slot
 from .errors import PoolExhausted
 from .placement import Move, Placement
 from .store import LoraImage, SlotLayout
@@ -29,18 +29,6 @@ _FIRST_PART, _LAST_PART = 1 << 20, 16 << 20  # least bytes of the parts an image
 _STAGING_BYTES = 16 << 20  # through which an image moves to bytes that overlap its own
 
 Arrival = tuple[int, "torch.cuda.Event"]  # the first layer of a part of an image, and its event
-
-
-class Slot:
-    """One device slot: whose weights it holds, and who is using them."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.holds: Registration | None = None
-        self.leases = 0
-        self.used_at = 0  # the pool's clock at its last use
-        self.arriving: list[Arrival] = []  # parts of its image that may not be there yet
-        self.idle: torch.cuda.Event | None = None  # the last step that used it is done
 
 
 class Installation(NamedTuple):
@@ -90,7 +78,8 @@ class Arena:
             len(slots) + 1, layout.num_entries, 4, dtype=torch.int32, device=device
         )
         self._placement = Placement(bytes_)  # by slot index
-        self._readers: list[torch.cuda.Event] = []  # last steps of images given up
+        self._arriving: dict[Slot, list[Arrival]] = {}  # parts that may not be there yet
+        self._readers: list[torch.Event] = []  # last steps of images given up
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self.stream is not None:  # no copy may pass the zeros above
             self.stream.wait_stream(torch.cuda.current_stream(device))
@@ -145,7 +134,7 @@ class Arena:
         if self.stream is not None:
             for slot in dict.fromkeys(slot for slot, _ in plan.moves):
                 if slot.leases:  # the kernels of its steps are enqueued by now
-                    slot.idle = torch.cuda.current_stream(self.table.device).record_event()
+                    slot.idle = self.mark()
                 if slot.idle is not None:
                     self._readers.append(slot.idle)
             for idle in self._readers:
@@ -170,12 +159,22 @@ class Arena:
 
         Ordered by layer. What has arrived is left out.
         """
+        if not self._arriving:
+            return []
         arriving: list[Arrival] = []
-        for slot in [slot for slot in slots if slot.arriving]:
-            if slot.arriving[-1][1].query():
-                slot.arriving = []
-            arriving += slot.arriving if layerwise else slot.arriving[-1:]
+        for slot in slots:
+            parts = self._arriving.get(slot, [])
+            if parts and parts[-1][1].query():
+                parts = []
+                del self._arriving[slot]
+            arriving += parts if layerwise else parts[-1:]
         return sorted(arriving, key=itemgetter(0))
+
+    def mark(self) -> torch.Event:
+        """An event behind all that the current stream of the CUDA device was given."""
+        event = torch.Event("cuda")
+        event.record(torch.accelerator.current_stream(self.table.device.index))
+        return event
 
     def close(self) -> None:
         """Give the memory back, once no copy and no step that was released uses it."""
@@ -186,6 +185,7 @@ class Arena:
             self.stream.synchronize()
         self.weights = self.table = self._bytes = self._staging = torch.empty(0)
         self._readers.clear()
+        self._arriving.clear()
 
     def _move(self, slot: Slot, move: Move) -> None:
         """Move an image down, in pieces that overlap neither themselves nor what is still to go."""
@@ -198,14 +198,14 @@ class Arena:
                 source = self._staging[: stop - start].copy_(source)
             self._bytes[new + start : new + stop].copy_(source)
         self.table[slot.index, :, :2].sub_((old - new) // _host.BLOCK_ALIGN)
-        slot.arriving = []
+        self._arriving.pop(slot, None)
         self._arrives(slot, 0)
 
     def _copy(self, image: LoraImage, slot: Slot, row: torch.Tensor) -> None:
         """The table row first, then the image in parts."""
         self.table[slot.index].copy_(row, non_blocking=True)
         at = self._placement.spans[slot.index].start
-        slot.arriving = []
+        self._arriving.pop(slot, None)
         for layer, start, stop in self._parts(image):
             self._bytes[at + start : at + stop].copy_(image.data[start:stop], non_blocking=True)
             self._arrives(slot, layer)
@@ -226,4 +226,4 @@ class Arena:
     def _arrives(self, slot: Slot, layer: int) -> None:
         """Mark what was just enqueued as a slot's image from ``layer`` on."""
         if self.stream is not None:
-            slot.arriving.append((layer, self.stream.record_event()))
+            self._arriving.setdefault(slot, []).append((layer, self.stream.record_event()))

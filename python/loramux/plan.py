@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +33,8 @@ class StepPlan:
         device: where the kernels run.
         scratch_width: float32 values of workspace a row, ``num_slices * max_rank`` of the widest
             site; 0 lets ``lora_apply_`` allocate its own.
+        memory: where the buffer lies, perhaps beside those of plans that are written together with
+            it; ``update`` then plans them all alike.
 
     Attributes:
         buffer: int32 ``[capacity]`` on ``device``.
@@ -41,42 +43,28 @@ class StepPlan:
         base_only: no row of that step has an adapter.
     """
 
+    max_rows: int
+    buffer: torch.Tensor
+    scratch: torch.Tensor
+
     def __init__(
         self,
         max_rows: int,
         num_slots: int,
         device: torch.device | str = "cpu",
         scratch_width: int = 0,
+        memory: PlanMemory | None = None,
     ) -> None:
-        self.num_slots = num_slots
+        self.num_slots, self.scratch_width = num_slots, scratch_width
         self.rows = 0
         self.base_only = True
-        self._device = torch.device(device)
-        self._scratch_width = scratch_width
-        self._planner = _host.Planner()
-        self._allocate(max_rows)
-
-    # Written to by later steps, in inference mode or not: never an inference tensor.
-    @torch.inference_mode(False)
-    def _allocate(self, max_rows: int) -> None:
-        capacity = _host.plan_capacity(max_rows, self.num_slots)
-        self.max_rows = max_rows
-        self.buffer = torch.zeros(capacity, dtype=torch.int32, device=self._device)
-        self.scratch = torch.empty(
-            max_rows * self._scratch_width, dtype=torch.float32, device=self._device
-        )
-        self._turn = 0
-        self._pinned: list[tuple[torch.Tensor, torch.cuda.Event]] = []
-        if self.buffer.is_cuda:
-            self._pinned = [
-                (torch.zeros(capacity, dtype=torch.int32, pin_memory=True), torch.cuda.Event())
-                for _ in range(_BUFFERS)
-            ]
+        self._memory = memory or PlanMemory(device)
+        self._memory.place(self, max_rows)
 
     def reserve(self, max_rows: int) -> None:
         """Hold at least ``max_rows`` rows from now on. Growing moves the buffers."""
         if max_rows > self.max_rows:
-            self._allocate(max_rows)
+            self._memory.place(self, max_rows)
 
     @classmethod
     def for_rows(
@@ -96,11 +84,7 @@ class StepPlan:
             PlanMismatch: more rows than ``max_rows``, or a slot outside the table. The buffer keeps
                 the previous plan.
         """
-        try:
-            segments = _host.Segments(slots, rows, scales)
-        except ValueError as error:
-            raise PlanMismatch(str(error)) from None
-        self.write(segments)
+        self._memory.write(_host.Planner.plan, slots, rows, scales)
 
     def update_rows(self, adapters: Sequence[int], slots: Mapping[int, int]) -> None:
         """Plan a step by the adapter id of each row; ``slots`` has every id's slot.
@@ -108,33 +92,7 @@ class StepPlan:
         Raises:
             PlanMismatch: as ``update``, or an id that is not in ``slots``.
         """
-        try:
-            segments = _host.Segments.of_rows(adapters, slots)
-        except ValueError as error:
-            raise PlanMismatch(str(error)) from None
-        self.write(segments)
-
-    def write(self, segments: _host.Segments) -> None:
-        """:meth:`update` of segments that were read before."""
-        if segments.rows > self.max_rows:
-            raise PlanMismatch(
-                f"the step has {segments.rows} rows, the plan holds {self.max_rows}: "
-                "make a larger plan"
-            )
-        target = self.buffer
-        if self._pinned:
-            target, copied = self._pinned[self._turn]
-            copied.synchronize()
-        try:
-            tiles = self._planner.plan(segments, self.num_slots, target.data_ptr(), target.numel())
-        except ValueError as error:
-            raise PlanMismatch(str(error)) from None
-        if self._pinned:
-            self.buffer.copy_(target, non_blocking=True)
-            copied.record()
-            self._turn = (self._turn + 1) % _BUFFERS
-        self.rows = segments.rows
-        self.base_only = tiles == 0
+        self._memory.write(_host.Planner.plan_rows, adapters, slots)
 
     def tiles(self) -> list[PlanTile]:
         """The tiles in the buffer, decode tiles first. Copies it to the host."""
@@ -154,3 +112,67 @@ class StepPlan:
                 scales = floats[first + 1 : first + 1 - 2 * count : 2]
             tiles.append(PlanTile(slot, rows, scales))
         return tiles
+
+
+class PlanMemory:
+    """Where plans lie that are written together: on a CUDA device one copy takes them there."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._planner = _host.Planner()
+        self._plans: list[StepPlan] = []
+
+    # Written to by later steps, in inference mode or not: never an inference tensor.
+    @torch.inference_mode(False)
+    def place(self, plan: StepPlan, max_rows: int) -> None:
+        """Give a plan buffers for ``max_rows`` rows. Moves those of the others."""
+        plans = dict.fromkeys([*self._plans, plan])
+        places, end = [], 0
+        for one in plans:
+            rows = max_rows if one is plan else one.max_rows
+            capacity = _host.plan_capacity(rows, one.num_slots)
+            places.append(_host.Place(rows, one.num_slots, end, capacity))
+            end += capacity
+        words = torch.zeros(end, dtype=torch.int32, device=self._device)
+        scratch = torch.empty(
+            max_rows * plan.scratch_width, dtype=torch.float32, device=self._device
+        )
+        pinned = []
+        if words.is_cuda:
+            pinned = [
+                (torch.zeros(end, dtype=torch.int32, pin_memory=True), torch.Event("cuda"))
+                for _ in range(_BUFFERS)
+            ]
+        for one, place in zip(plans, places, strict=True):
+            one.buffer = words[place.start : place.start + place.capacity]
+        plan.max_rows, plan.scratch = max_rows, scratch
+        self._plans, self._places, self._words = list(plans), places, words
+        self._pinned: list[tuple[torch.Tensor, torch.Event]] = pinned
+        self._turn = 0
+
+    def write(self, method: Callable[..., Sequence[tuple[int, int]]], *step: object) -> None:
+        """Write every plan.
+
+        On a CUDA device the copy is enqueued on the current stream.
+
+        Args:
+            method: of the planner.
+            step: what it plans.
+
+        Raises:
+            PlanMismatch: as ``StepPlan.update``.
+        """
+        words = self._words
+        if self._pinned:
+            words, copied = self._pinned[self._turn]
+            copied.synchronize()
+        try:
+            written = method(self._planner, *step, self._places, words.data_ptr())
+        except ValueError as error:
+            raise PlanMismatch(str(error)) from None
+        if self._pinned:
+            self._words.copy_(words, non_blocking=True)
+            copied.record(torch.accelerator.current_stream(self._words.device.index))
+            self._turn = (self._turn + 1) % _BUFFERS
+        for plan, (rows, tiles) in zip(self._plans, written, strict=True):
+            plan.rows, plan.base_only = rows, tiles == 0

@@ -8,20 +8,20 @@ stream; the compute stream waits for them, and a copy for the last steps of what
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import compress
 from typing import Any
 
 import torch
 
 from . import _host
-from .arena import Arena, Arrival, Slot
+from ._host import Slot
+from .arena import Arena, Arrival
 from .backend import resolve_backend
 from .config import LoraBaseOnly, LoraSpec, LoraStep, Registration
 from .errors import LoraError, PlanMismatch, PoolExhausted, SpecError
-from .plan import StepPlan
+from .plan import PlanMemory, StepPlan
 from .resource import Hold, Resource
 from .site import LoraSite
 from .store import LoraImage, LoraStore, SlotLayout
@@ -127,10 +127,12 @@ class LoraPool(Resource):
             width = site.local.num_slices * layout.max_rank
             scratch_widths[grouping] = max(width, scratch_widths.get(grouping, 0))
         self._fixed_rows = max_rows
+        self._plan_memory = PlanMemory(self.device)
         self._plans = {
-            grouping: StepPlan(max_rows or 1, spec.num_slots, self.device, width)
+            grouping: StepPlan(max_rows or 1, spec.num_slots, self.device, width, self._plan_memory)
             for grouping, width in scratch_widths.items()
         }
+        self._groupings = list(self._plans)
         self._slot_of: dict[Registration, Slot] = {}
         self._lock = threading.Lock()
         self._clock = 0
@@ -201,13 +203,12 @@ class LoraPool(Resource):
         segments, rows = self._read(step)
         leased = self._acquire(self.spec.registrations(segments.adapters))
         lease = LoraLease(self, leased, base_only=not leased)
-        slots = [slot.index for slot in leased]
         try:
             self._set_current(None)  # its plans are about to be overwritten
-            for grouping, plan in self._plans.items():
-                if (total := rows[grouping]) > plan.max_rows:
+            for plan, total in zip(self._plans.values(), rows, strict=True):
+                if total > plan.max_rows:
                     plan.reserve(1 << (total - 1).bit_length())
-                plan.write(segments.grouped(grouping, slots))
+            self._plan_memory.write(_host.Planner.plan_step, segments, leased, self._groupings)
             lease._arriving = self._arena.arriving(leased, layerwise=layerwise)
             if not layerwise:
                 self._wait(lease, self.spec.num_layers)
@@ -279,15 +280,14 @@ class LoraPool(Resource):
         self._slots.clear()
         self.current, self.active, self.arriving = None, False, False
 
-    def _read(self, step: LoraStep) -> tuple[_host.Step, dict[int, int]]:
+    def _read(self, step: LoraStep) -> tuple[_host.Step, list[int]]:
         """A step's segments, and the rows that a linear of each row grouping sees of them."""
         try:
             segments = _host.Step(step.segments or ())
-            rows = {grouping: segments.rows(grouping) for grouping in self._plans}
+            rows = segments.rows(self._groupings)
         except ValueError as error:
             raise PlanMismatch(str(error)) from None
-        most = max(rows.values(), default=0)
-        if self._fixed_rows is not None and most > self._fixed_rows:
+        if self._fixed_rows is not None and (most := max(rows, default=0)) > self._fixed_rows:
             raise PlanMismatch(
                 f"the step has {most} rows, the pool's max_rows is {self._fixed_rows}: "
                 "split the step or build the pool with more"
@@ -307,36 +307,31 @@ class LoraPool(Resource):
         images: dict[Registration, LoraImage] = {}
         while True:
             with self._lock:
-                found = list(map(self._slot_of.get, wanted))
-                if None not in found:
-                    return self._lease(wanted, (), leases)
-                missing = dict.fromkeys(compress(wanted, [slot is None for slot in found]))
-                free = self._free_slots(found, len(missing))
-                if all(registration in images for registration in missing):
-                    self._install({r: images[r] for r in missing}, free, move_leased=leases > 0)
-                    return self._lease(wanted, missing, leases)
+                slots = _host.lease(self._slot_of, wanted, leases, self._clock + 1)
+                missing = {}
+                if slots is None:
+                    missing = dict.fromkeys(r for r in wanted if r not in self._slot_of)
+                    kept = {self._slot_of[r] for r in wanted if r in self._slot_of}
+                    free = self._free_slots(kept, len(missing))
+                    if all(registration in images for registration in missing):
+                        installed = {r: images[r] for r in missing}
+                        self._install(installed, free, move_leased=leases > 0)
+                        slots = _host.lease(self._slot_of, wanted, leases, self._clock + 1)
+                if slots is not None:
+                    self._clock += 1
+                    self._counts["hits"] += len(wanted) - len(missing)
+                    self._counts["misses"] += len(missing)
+                    for registration in missing:
+                        if not self.spec.serves(registration):  # it was unloaded meanwhile
+                            self._forget(self._slot_of[registration])
+                    return slots
             for registration in missing:
                 if registration not in images:
                     images[registration] = self._store.get(registration)
 
-    def _lease(
-        self, wanted: list[Registration], installed: Collection[Registration], leases: int
-    ) -> list[Slot]:
-        self._counts["hits"] += len(wanted) - len(installed)
-        self._counts["misses"] += len(installed)
-        self._clock += 1
-        slots = list(map(self._slot_of.__getitem__, wanted))
-        for slot in slots:
-            slot.leases += leases
-            slot.used_at = self._clock
-        for registration in installed:
-            if not self.spec.serves(registration):  # it was unloaded meanwhile
-                self._forget(self._slot_of[registration])
-        return slots
-
-    def _free_slots(self, kept: Collection[Slot | None], count: int) -> list[Slot]:
+    def _free_slots(self, kept: Set[Slot], count: int) -> list[Slot]:
         """The slots to install in, at least ``count``: empty ones, then by their last use."""
-        distinct = count + len({slot for slot in kept if slot is not None})
+        distinct = count + len(kept)
         if distinct > len(self._slots):
             raise PoolExhausted(
                 f"the step names {distinct} adapters, the pool has {len(self._slots)} slots: "
@@ -399,11 +394,8 @@ class LoraPool(Resource):
             lease._released = True
             idle = None
             if self._arena.stream is not None and lease._slots:
-                idle = torch.cuda.current_stream(self.device).record_event()
-            for slot in lease._slots:
-                slot.idle = idle
-                slot.leases -= 1
-                if slot.leases == 0 and slot.holds not in self._slot_of:
-                    self._arena.vacate(slot)  # it was unloaded while leased
+                idle = self._arena.mark()
+            for slot in _host.release(lease._slots, idle, self._slot_of):
+                self._arena.vacate(slot)  # it was unloaded while leased
             if self.current is lease:
                 self.current, self.active, self.arriving = None, False, False
