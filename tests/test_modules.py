@@ -30,6 +30,7 @@ from loramux import (
     Segment,
     SpecError,
     module_lora_spec,
+    modules,
 )
 
 SIZES = dict(
@@ -99,11 +100,11 @@ class Stack(nn.Module):
 PACKING = {"qkv_proj": {"q_proj": 24, "kv_proj": 16}}
 
 
-def bound(model: nn.Module, path: str, **options: object):
+def bound(model: nn.Module, path: str, *, beside_gemm: bool = False, **options: object):
     """A pool serving ``path`` as ``"a"``, and the binding of the model to it."""
     spec = module_lora_spec(model, adapters={"a": path}, **options)
     pool = LoraPool.build(spec)
-    return pool, spec.module_map.bind(model, pool)
+    return pool, spec.module_map.bind(model, pool, beside_gemm=beside_gemm)
 
 
 # What the spec has.
@@ -296,13 +297,14 @@ def test_only_the_targets_a_deployment_keeps_are_bound(tmp_path):
     assert hooked == {f"model.layers.{i}.self_attn.q_proj" for i in range(LAYERS)}
 
 
-def test_a_bound_model_compiles_to_one_graph_whenever_it_is_bound(tmp_path):
+@pytest.mark.parametrize("beside_gemm", [False, True])
+def test_a_bound_model_compiles_to_one_graph_whenever_it_is_bound(tmp_path, beside_gemm):
     model = tiny("llama")
     peft_adapter(tmp_path, model, target_modules=["q_proj", "embed_tokens", "lm_head"])
     ids = torch.randint(VOCAB, (2, LENGTH))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     base = last_logits(compiled, ids)
-    pool, binding = bound(model, str(tmp_path))
+    pool, binding = bound(model, str(tmp_path), beside_gemm=beside_gemm)
     for rows in (("a", None), (None, "a"), (None, None)):
         with pool.begin_step(step(*rows)):
             got = last_logits(compiled, ids)
@@ -312,6 +314,46 @@ def test_a_bound_model_compiles_to_one_graph_whenever_it_is_bound(tmp_path):
     binding.close()
     with pool.begin_step(step("a", None)):
         torch.testing.assert_close(last_logits(compiled, ids), base)
+
+
+def test_deltas_begin_ahead_of_the_linears_own_forward(tmp_path):
+    order: list[str] = []
+
+    class Linear(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            order.append("forward")
+            if x.isnan().any():
+                raise ArithmeticError
+            return super().forward(x)
+
+    def noting(name):
+        call = getattr(modules, name)
+
+        def noted(*args):
+            order.append(name)
+            return call(*args)
+
+        return mock.patch.object(modules, name, noted)
+
+    model, x = nn.ModuleDict(dict(down=Linear(40, 16))), torch.randn(3, 40)
+    base = model["down"](x)
+    path = save_adapter(tmp_path / "a", {"down": random_pair(4, 40, 16)})
+    pool, binding = bound(model, path)
+    with pool.begin_step(step("a", length=3)):
+        want = model["down"](x)
+    binding.close()
+    pool, _ = bound(model, path, beside_gemm=True)
+    with noting("lora_start"), noting("lora_finish_"):
+        with pool.begin_step(step("a", length=3)):
+            order.clear()
+            assert torch.equal(model["down"](x), want)
+            assert order == ["lora_start", "forward", "lora_finish_"]
+            with pytest.raises(ArithmeticError):
+                model["down"](x * float("nan"))
+        with pool.begin_step(step(None, length=3)):
+            order.clear()
+            assert torch.equal(model["down"](x), base)
+            assert order == ["forward"], "the call that failed left something"
 
 
 @pytest.mark.parametrize("compiled", [None, dict(fullgraph=False), dict(fullgraph=True)])

@@ -13,7 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .config import LoraModuleRef, LoraSpec
 from .errors import SpecError
-from .ops import lora_apply_, lora_embedding_
+from .ops import StartedDelta, lora_apply_, lora_embedding_, lora_finish_, lora_start
 from .plan import StepPlan
 from .site import LoraSite
 from .target import LoraTarget
@@ -151,7 +151,7 @@ class ModuleLoraMap:
     def __call__(self, name: str) -> LoraModuleRef | None:
         return self._refs.get(name)
 
-    def bind(self, module: nn.Module, pool: LoraPool) -> ExitStack:
+    def bind(self, module: nn.Module, pool: LoraPool, *, beside_gemm: bool = False) -> ExitStack:
         """Make the modules of the pool's targets add their deltas while one of its steps runs.
 
         Each runs its own forward unchanged. Then, if the step names an adapter, every row's delta
@@ -165,6 +165,10 @@ class ModuleLoraMap:
         A step with adapters runs without gradients (``torch.inference_mode()``): a bound module
         serves and does not train. Binding and unbinding drop every graph of ``torch.compile``,
         whose guards do not see hooks; CUDA graphs captured before are the caller's to drop.
+
+        Args:
+            beside_gemm: make the deltas of linears beside the linear's own product, where
+                ``lora_start`` can: they are then rounded twice (``lora_finish_``).
 
         Returns:
             What unbinds, by its ``close()`` or as a context manager.
@@ -188,6 +192,8 @@ class ModuleLoraMap:
         binding = ExitStack()
         binding.callback(_drop_traced_graphs)  # last, once the hooks are gone
         for leaf, hook in hooks:
+            if beside_gemm and hook.kind == "linear":
+                binding.callback(leaf.register_forward_pre_hook(hook.start).remove)
             binding.callback(leaf.register_forward_hook(hook).remove)
         _drop_traced_graphs()
         return binding
@@ -201,17 +207,29 @@ class _DeltaHook:
     ) -> None:
         self.path, self.kind, self.layer = path, kind, layer
         self.pool, self.site, self.plan = pool, site, plan
+        self._started: StartedDelta | None = None
+
+    def start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A forward pre-hook: begins the deltas beside the module's own forward."""
+        wanted = self._is_wanted()
+        self._started = lora_start(_inputs(args), self.site, self.plan) if wanted else None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not self.pool.active:
-            return
-        if self.pool.arriving:
+        started, self._started = self._started, None
+        if started is not None:
+            lora_finish_(self._rows(output), started)
+        elif self._is_wanted():
+            y = self._rows(output)
+            if self.kind == "embedding":
+                lora_embedding_(y, args[0].reshape(-1), self.site, self.plan)
+            else:
+                lora_apply_(y, _inputs(args), self.site, self.plan)
+
+    def _is_wanted(self) -> bool:
+        """Whether the step has adapters; their weights of this layer have come then."""
+        if self.pool.active and self.pool.arriving:
             self.pool.wait_layer(self.layer)
-        y, x = self._rows(output), args[0]
-        if self.kind == "embedding":
-            lora_embedding_(y, x.reshape(-1), self.site, self.plan)
-        else:
-            lora_apply_(y, x.reshape(-1, x.shape[-1]), self.site, self.plan)
+        return self.pool.active
 
     def _rows(self, output: Any) -> torch.Tensor:
         """The output as ``[rows, out]``, a view of it; a ``SpecError`` where that cannot be."""
@@ -233,6 +251,12 @@ class _DeltaHook:
                 f"{output.stride()}, expected rows that a [rows, out] view can reach: leave it out "
                 "of the spec's targets"
             ) from None
+
+
+def _inputs(args: tuple[Any, ...]) -> torch.Tensor:
+    """A linear's input as ``[rows, in]``."""
+    x: torch.Tensor = args[0]
+    return x.reshape(-1, x.shape[-1])
 
 
 def _drop_traced_graphs() -> None:
