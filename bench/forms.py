@@ -20,8 +20,9 @@ from .kernels import call_us
 
 LIMITS = {
     "LORAMUX_ONE_KERNEL": (0, 0.5, 1, 1.5, 2, 4),
-    "LORAMUX_SHORT_STEP": (0, 64, 128, 256, 512, 1024),
+    "LORAMUX_SHORT_STEP": (0, 64, 128, 256, 512, 1024, 4096, 16384),
 }
+SLOTS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,13 +41,27 @@ def run(options: argparse.Namespace) -> None:
 
 
 def cases(form: str) -> list[dict[str, Any]]:
-    """Decode calls of the peers' grid, or long steps of few rows a slot."""
+    """Decode calls of the peers' grid; or long steps: of decode rows, a prefill, and both."""
     if form == "LORAMUX_ONE_KERNEL":
         peers = json.loads(Path(__file__).with_name("peers_h200.json").read_text())
         return [peer for peer in peers if peer["phase"] == "decode"]
+    decode = [(slot, 1) for slot in range(1, SLOTS + 1)]
+    steps = [decode * (rows // SLOTS) for rows in (64, 128, 256, 512, 1024)]
+    for rows in (512, 2048, 8192):
+        prefill = [(slot, rows // 8) for slot in range(1, 9)]
+        steps += [prefill, [*decode[8:], *prefill]]
     return [
-        {"site": site, "rows": rows, "adapters": 64, "slots": 64, "rank": 16, "phase": "decode"}
-        for rows in (64, 128, 256, 512, 1024)
+        {
+            "site": site,
+            "rows": sum(rows for _, rows in segments),
+            "adapters": len({slot for slot, _ in segments}),
+            "slots": SLOTS,
+            "rank": rank,
+            "segments": segments,
+            "phase": "mixed",
+        }
+        for rank in (16, 64)
+        for segments in steps
         for site in SITES
     ]
 
