@@ -1,6 +1,6 @@
 // The only file that knows torch: schemas, checks, dispatch to the kernels' launchers. Written against
 // torch's stable ABI, so that one binary serves every torch >= 2.11 and every Python. No ATen call is made
-// from here: their error text would be lost.
+// from here that could fail: its error text would be lost.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

@@ -123,7 +123,10 @@ def lora_apply_(y: torch.Tensor, x: torch.Tensor, site: LoraSite, plan: StepPlan
 
 
 class StartedDelta(NamedTuple):
-    """What ``lora_start`` leaves for ``lora_finish_``; both may use its tensors until then."""
+    """What ``lora_start`` leaves for ``lora_finish_``: keep it until then.
+
+    A kernel on the stream beside may still write to its tensors.
+    """
 
     x: torch.Tensor
     site: LoraSite
