@@ -19,7 +19,8 @@ from loramux import adapter_files
 from loramux.checkpoint import place_modules, read_lora_file
 from loramux.errors import AdapterError
 from loramux.identity import adapter_digest, read_adapter_digest
-from loramux.store import LoraStore, SlotLayout, pack_image
+from loramux.site import table_row
+from loramux.store import LoraImage, LoraStore, SlotLayout, pack_image
 
 Q0, V1 = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
 EMBED = "base_model.model.model.embed_tokens.lora_embedding_"
@@ -230,3 +231,12 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch):
             os._exit(1)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("base", [0, 7, 2**31 - 3, 2**31, 2**32 - 6])
+def test_a_table_row_counts_from_where_the_image_lies(base):
+    entries = [(0, 3, 8, 0.5), (5, 2, 16, -1.0), (4, 4, 0, 0.0)]
+    image = LoraImage(torch.empty(0), entries, b"")
+    placed = [(base + a, base + b, rank, scale) for a, b, rank, scale in entries]
+    assert torch.equal(image.table_row(base), table_row(placed))
+    assert torch.equal(image.table_row(0), table_row(entries)), "the row before is as it was"

@@ -65,7 +65,7 @@ class Arena:
         device: torch.device,
         size: int | None = None,
     ) -> None:
-        self._layout, self._slots = layout, slots
+        self._slots = slots
         self._least_bytes = layout.slot_bytes if size is None else 0
         bytes_ = len(slots) * layout.slot_bytes if size is None else size
         bytes_ -= bytes_ % _host.BLOCK_ALIGN
@@ -78,6 +78,11 @@ class Arena:
             len(slots) + 1, layout.num_entries, 4, dtype=torch.int32, device=device
         )
         self._placement = Placement(bytes_)  # by slot index
+        self._layers = [  # of each but the first, and its first table entry
+            (site.layer, site.entry)
+            for before, site in pairwise(layout.sites)
+            if site.layer > before.layer
+        ]
         self._arriving: dict[Slot, list[Arrival]] = {}  # parts that may not be there yet
         self._readers: list[torch.Event] = []  # last steps of images given up
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -216,11 +221,11 @@ class Arena:
         They double in size, so that the first is soon there and they are few.
         """
         first, start, least = 0, 0, _FIRST_PART
-        for before, site in pairwise(self._layout.sites):
-            at = image.entries[site.entry][0] * _host.BLOCK_ALIGN  # where the site begins
-            if site.layer > before.layer and at - start >= least:
+        for layer, entry in self._layers:
+            at = image.entries[entry][0] * _host.BLOCK_ALIGN  # where the layer begins
+            if at - start >= least:
                 yield first, start, at
-                first, start, least = site.layer, at, min(2 * least, _LAST_PART)
+                first, start, least = layer, at, min(2 * least, _LAST_PART)
         yield first, start, image.data.numel()
 
     def _arrives(self, slot: Slot, layer: int) -> None:

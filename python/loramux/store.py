@@ -19,6 +19,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -117,7 +118,13 @@ class LoraImage:
 
     def table_row(self, base: int) -> torch.Tensor:
         """The slot table's row once the image lies at ``base`` (in 128 bytes) of the arena."""
-        return table_row([(base + a, base + b, rank, scale) for a, b, rank, scale in self.entries])
+        row = self._row.clone()
+        row[:, :2] += (base + 2**31) % 2**32 - 2**31  # unsigned sums, in int32
+        return row
+
+    @cached_property
+    def _row(self) -> torch.Tensor:
+        return table_row(self.entries)
 
 
 class _Block(NamedTuple):
