@@ -161,8 +161,7 @@ bool apply_decode_serves(const ApplyArgs& args) {
       decode_steps(site.in_features) > 8 || decode_parts(site.in_features) * rank_parts(site) > kMaxParts)
     return false;
   const dim3 grid = grid_of(site, args.shrink.rows);
-  const double limit = limit_of(kOneKernel, "LORAMUX_ONE_KERNEL", site.max_rank);
-  return int64_t{grid.x} * grid.y <= limit * current_device().multiprocessors;
+  return int64_t{grid.x} * grid.y <= max_one_kernel_ctas(site.max_rank) * current_device().multiprocessors;
 }
 
 int apply_decode(const ApplyArgs& args, void* stream) {

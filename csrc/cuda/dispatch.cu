@@ -43,8 +43,7 @@ int shrink_cuda(const ShrinkArgs& args, void* stream) {
 
 int expand_cuda(const ExpandArgs& args, void* stream) {
   if (args.rows > 0 && !is_portable_forced() && expand_serves(args)) {
-    if (args.rows > limit_of(kShortStep, "LORAMUX_SHORT_STEP", args.site.max_rank))
-      return expand_prefill(args, true, stream);
+    if (args.rows > max_short_step_rows(args.site.max_rank)) return expand_prefill(args, true, stream);
     return run(
         args, [&] { return expand_decode(args, 1, stream); },
         [&] { return expand_prefill(args, false, stream); });

@@ -29,42 +29,28 @@ __device__ inline uint64_t tile_descriptor(uint32_t shared_address) {
 template <typename T, int kColumns>
 struct Wgmma;
 
-// Eight of the registers of d, by piece: in the instruction, and as its outputs.
-#define LORAMUX_R0 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define LORAMUX_R1 "%8,%9,%10,%11,%12,%13,%14,%15"
-#define LORAMUX_R2 "%16,%17,%18,%19,%20,%21,%22,%23"
-#define LORAMUX_R3 "%24,%25,%26,%27,%28,%29,%30,%31"
-#define LORAMUX_R4 "%32,%33,%34,%35,%36,%37,%38,%39"
-#define LORAMUX_R5 "%40,%41,%42,%43,%44,%45,%46,%47"
-#define LORAMUX_R6 "%48,%49,%50,%51,%52,%53,%54,%55"
-#define LORAMUX_R7 "%56,%57,%58,%59,%60,%61,%62,%63"
-#define LORAMUX_R8 "%64,%65,%66,%67,%68,%69,%70,%71"
-#define LORAMUX_R9 "%72,%73,%74,%75,%76,%77,%78,%79"
-#define LORAMUX_R10 "%80,%81,%82,%83,%84,%85,%86,%87"
-#define LORAMUX_R11 "%88,%89,%90,%91,%92,%93,%94,%95"
+// The registers of d by its columns: in the instruction, and as its outputs, eight at a time.
+#define LORAMUX_R_16 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define LORAMUX_R_32 LORAMUX_R_16 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define LORAMUX_R_48 LORAMUX_R_32 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define LORAMUX_R_64 LORAMUX_R_48 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define LORAMUX_R_128                                                \
+  LORAMUX_R_64                                                       \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
+  ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define LORAMUX_R_192                                                \
+  LORAMUX_R_128                                                      \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
+  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define LORAMUX_D(k)                                                                              \
   "+f"(d[8 * k]), "+f"(d[8 * k + 1]), "+f"(d[8 * k + 2]), "+f"(d[8 * k + 3]), "+f"(d[8 * k + 4]), \
       "+f"(d[8 * k + 5]), "+f"(d[8 * k + 6]), "+f"(d[8 * k + 7])
-#define LORAMUX_R_16 LORAMUX_R0
 #define LORAMUX_D_16 LORAMUX_D(0)
-#define LORAMUX_R_32 LORAMUX_R0 "," LORAMUX_R1
-#define LORAMUX_D_32 LORAMUX_D(0), LORAMUX_D(1)
-#define LORAMUX_R_48 LORAMUX_R0 "," LORAMUX_R1 "," LORAMUX_R2
-#define LORAMUX_D_48 LORAMUX_D(0), LORAMUX_D(1), LORAMUX_D(2)
-#define LORAMUX_R_64 LORAMUX_R0 "," LORAMUX_R1 "," LORAMUX_R2 "," LORAMUX_R3
-#define LORAMUX_D_64 LORAMUX_D(0), LORAMUX_D(1), LORAMUX_D(2), LORAMUX_D(3)
-#define LORAMUX_R_128                                                                                  \
-  LORAMUX_R0 "," LORAMUX_R1 "," LORAMUX_R2 "," LORAMUX_R3 "," LORAMUX_R4 "," LORAMUX_R5 "," LORAMUX_R6 \
-             "," LORAMUX_R7
-#define LORAMUX_D_128                                                                               \
-  LORAMUX_D(0), LORAMUX_D(1), LORAMUX_D(2), LORAMUX_D(3), LORAMUX_D(4), LORAMUX_D(5), LORAMUX_D(6), \
-      LORAMUX_D(7)
-#define LORAMUX_R_192                                                                                  \
-  LORAMUX_R0 "," LORAMUX_R1 "," LORAMUX_R2 "," LORAMUX_R3 "," LORAMUX_R4 "," LORAMUX_R5 "," LORAMUX_R6 \
-             "," LORAMUX_R7 "," LORAMUX_R8 "," LORAMUX_R9 "," LORAMUX_R10 "," LORAMUX_R11
-#define LORAMUX_D_192                                                                               \
-  LORAMUX_D(0), LORAMUX_D(1), LORAMUX_D(2), LORAMUX_D(3), LORAMUX_D(4), LORAMUX_D(5), LORAMUX_D(6), \
-      LORAMUX_D(7), LORAMUX_D(8), LORAMUX_D(9), LORAMUX_D(10), LORAMUX_D(11)
+#define LORAMUX_D_32 LORAMUX_D_16, LORAMUX_D(1)
+#define LORAMUX_D_48 LORAMUX_D_32, LORAMUX_D(2)
+#define LORAMUX_D_64 LORAMUX_D_48, LORAMUX_D(3)
+#define LORAMUX_D_128 LORAMUX_D_64, LORAMUX_D(4), LORAMUX_D(5), LORAMUX_D(6), LORAMUX_D(7)
+#define LORAMUX_D_192 LORAMUX_D_128, LORAMUX_D(8), LORAMUX_D(9), LORAMUX_D(10), LORAMUX_D(11)
 #define LORAMUX_WGMMA(type, name, columns, a_operand, b_operand)                                  \
   template <>                                                                                     \
   struct Wgmma<type, columns> {                                                                   \
@@ -90,29 +76,17 @@ LORAMUX_WGMMA(__half, "f16", 128, 64, 65)
 LORAMUX_WGMMA(__half, "f16", 192, 96, 97)
 #undef LORAMUX_WGMMA
 #undef LORAMUX_D
-#undef LORAMUX_R0
-#undef LORAMUX_R1
-#undef LORAMUX_R2
-#undef LORAMUX_R3
-#undef LORAMUX_R4
-#undef LORAMUX_R5
-#undef LORAMUX_R6
-#undef LORAMUX_R7
-#undef LORAMUX_R8
-#undef LORAMUX_R9
-#undef LORAMUX_R10
-#undef LORAMUX_R11
 #undef LORAMUX_R_16
-#undef LORAMUX_D_16
 #undef LORAMUX_R_32
-#undef LORAMUX_D_32
 #undef LORAMUX_R_48
-#undef LORAMUX_D_48
 #undef LORAMUX_R_64
-#undef LORAMUX_D_64
 #undef LORAMUX_R_128
-#undef LORAMUX_D_128
 #undef LORAMUX_R_192
+#undef LORAMUX_D_16
+#undef LORAMUX_D_32
+#undef LORAMUX_D_48
+#undef LORAMUX_D_64
+#undef LORAMUX_D_128
 #undef LORAMUX_D_192
 
 __device__ inline void wgmma_fence() {
