@@ -1,6 +1,6 @@
 // The only file that knows torch: schemas, checks, dispatch to the kernels' launchers. Written against
 // torch's stable ABI, so that one binary serves every torch >= 2.11 and every Python. No ATen call is made
-// from here that could fail: its error text would be lost.
+// from here: their error text would be lost.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -131,13 +131,19 @@ int64_t check_matrix(const Tensor& t, const char* name, const Site& site) {
   return t.stride(0);
 }
 
+// t [rows, sum of the widths]; its row stride.
+int64_t check_columns(const Tensor& t, const char* name, const Site& site) {
+  const int64_t stride = check_matrix(t, name, site);
+  const Slice& last = site.slices[site.num_slices - 1];
+  const int64_t width = last.offset + last.width;
+  STD_TORCH_CHECK(t.size(1) == width, name, " has ", t.size(1), " columns, the site's slices ", width);
+  return stride;
+}
+
 int64_t check_y(const Tensor& y, const Site& site, int64_t rows) {
-  const int64_t stride = check_matrix(y, "y", site);
-  const int last = site.num_slices - 1;
-  const int64_t width = site.slices[last].offset + site.slices[last].width;
-  STD_TORCH_CHECK(y.size(1) == width, "y has ", y.size(1), " columns, the site's slices ", width);
+  const int64_t stride = check_columns(y, "y", site);
   STD_TORCH_CHECK(y.size(0) == rows, "y has ", y.size(0), " rows, the input ", rows);
-  STD_TORCH_CHECK(rows <= 1 || stride >= width, "rows of y overlap: stride ", stride, " for ", width,
+  STD_TORCH_CHECK(rows <= 1 || stride >= y.size(1), "rows of y overlap: stride ", stride, " for ", y.size(1),
                   " columns");
   return stride;
 }
@@ -175,23 +181,26 @@ ExpandArgs check_expand(const Tensor& y, const Tensor& h, const std::vector<Tens
   return expand_args(site, y, plan_view(plan, y), static_cast<const float*>(h.const_data_ptr()), h.size(0));
 }
 
-ApplyArgs check_apply(const Tensor& y, const Tensor& scratch, const Tensor& x,
-                      const std::vector<Tensor>& weights, const Tensor& table, const Tensor& plan,
-                      int64_t entry, const std::vector<int64_t>& widths, int64_t max_rank) {
+// All of an apply but where its deltas go. `like` is what the operator writes.
+ShrinkArgs check_input(const Tensor& scratch, const Tensor& x, const std::vector<Tensor>& weights,
+                       const Tensor& table, const Tensor& plan, int64_t entry,
+                       const std::vector<int64_t>& widths, int64_t max_rank, const Tensor& like) {
   STD_TORCH_CHECK(x.dim() == 2, "x has ", x.dim(), " dimensions; want [rows, in]");
-  check_device(x, "x", y);
-  check_device(scratch, "scratch", y);
+  check_device(x, "x", like);
+  check_device(scratch, "scratch", like);
   const int64_t slices = static_cast<int64_t>(widths.size());
-  Site site = site_of(weights, table, entry, slices, x.size(1), max_rank, y);
+  Site site = site_of(weights, table, entry, slices, x.size(1), max_rank, like);
   set_widths(site, widths);
   const int64_t need = x.size(0) * slices * max_rank;
   STD_TORCH_CHECK(
       scratch.scalar_type() == ScalarType::Float && scratch.is_contiguous() && scratch.numel() >= need,
       "scratch must be contiguous float32 of at least rows * slices * max_rank = ", need, " values, has ",
       scratch.numel());
-  float* h = static_cast<float*>(scratch.mutable_data_ptr());
-  const PlanView view = plan_view(plan, y);
-  return {shrink_args(site, x, view, h), expand_args(site, y, view, h, x.size(0))};
+  return shrink_args(site, x, plan_view(plan, like), static_cast<float*>(scratch.mutable_data_ptr()));
+}
+
+ApplyArgs with_output(const ShrinkArgs& shrink, const Tensor& y) {
+  return {shrink, expand_args(shrink.site, y, shrink.plan, shrink.h, shrink.rows)};
 }
 
 EmbeddingArgs check_embedding(const Tensor& y, const Tensor& ids, const std::vector<Tensor>& weights,
@@ -274,8 +283,9 @@ void apply_on_cpu(const Tensor& y, const Tensor& scratch, const Tensor& x, std::
                   const Tensor& table, const Tensor& plan, int64_t entry, std::vector<int64_t> widths,
                   int64_t max_rank, std::optional<Tensor> active) {
   if (!is_active(active)) return;
-  const ApplyArgs args = check_apply(y, scratch, x, weights, table, plan, entry, widths, max_rank);
-  check_plan_rows(args.shrink.plan, args.shrink.rows);
+  const ShrinkArgs input = check_input(scratch, x, weights, table, plan, entry, widths, max_rank, y);
+  const ApplyArgs args = with_output(input, y);
+  check_plan_rows(input.plan, input.rows);
   apply_cpu(args, parallel_for);
 }
 
@@ -348,40 +358,45 @@ void apply_on_cuda(const Tensor& y, const Tensor& scratch, const Tensor& x, std:
                    const Tensor& table, const Tensor& plan, int64_t entry, std::vector<int64_t> widths,
                    int64_t max_rank, std::optional<Tensor> active) {
   if (!is_active(active)) return;
-  launch(apply_cuda, check_apply(y, scratch, x, weights, table, plan, entry, widths, max_rank), y);
+  const ShrinkArgs input = check_input(scratch, x, weights, table, plan, entry, widths, max_rank, y);
+  launch(apply_cuda, with_output(input, y), y);
+}
+
+// Whether delta has the rows of the step. lora_finish_ does all of a longer one.
+bool has_room(const Tensor& delta, const Tensor& x) {
+  STD_TORCH_CHECK(delta.dim() == 2 && delta.is_contiguous() && x.dim() == 2,
+                  "x and delta must be [rows, columns], delta contiguous");
+  return x.size(0) <= delta.size(0);
 }
 
 // The deltas that lora_start makes for lora_finish_ to add; none where lora_finish_ does all.
-std::optional<ApplyArgs> find_delta(const Tensor& delta, const Tensor& scratch, const Tensor& x,
-                                    const std::vector<Tensor>& weights, const Tensor& table,
-                                    const Tensor& plan, int64_t entry, const std::vector<int64_t>& widths,
-                                    int64_t max_rank) {
-  STD_TORCH_CHECK(delta.dim() == 2 && delta.is_contiguous() && x.dim() == 2,
-                  "x and delta must be [rows, columns], delta contiguous");
-  const int64_t rows = x.size(0), values = static_cast<int64_t>(widths.size()) * max_rank;
-  if (rows > delta.size(0)) return std::nullopt;
-  STD_TORCH_CHECK(scratch.numel() >= kBesideParts * rows * values, "scratch has ", scratch.numel(),
-                  " values, lora_start needs ", kBesideParts * rows * values, ", or a delta of fewer rows");
-  Tensor all = delta;
-  const Tensor own = torch::stable::narrow(all, 0, 0, rows);
-  const ApplyArgs args = check_apply(own, scratch, x, weights, table, plan, entry, widths, max_rank);
+std::optional<ApplyArgs> with_delta(const ShrinkArgs& input, const Tensor& delta, const Tensor& scratch) {
+  const Site& site = input.site;
+  check_device(delta, "delta", scratch);
+  check_columns(delta, "delta", site);
+  const int64_t need = kBesideParts * input.rows * site.num_slices * site.max_rank;
+  STD_TORCH_CHECK(scratch.numel() >= need, "scratch has ", scratch.numel(), " values, lora_start needs ",
+                  need, ", or a delta of fewer rows");
+  const ApplyArgs args = {input,
+                          {site, input.plan, input.h, delta.mutable_data_ptr(), delta.size(1), input.rows}};
   return beside_serves(args) ? std::optional(args) : std::nullopt;
 }
 
 void start_on_cuda(const Tensor& delta, const Tensor& scratch, const Tensor& x, std::vector<Tensor> weights,
                    const Tensor& table, const Tensor& plan, int64_t entry, std::vector<int64_t> widths,
                    int64_t max_rank, std::optional<Tensor> active) {
-  if (!is_active(active)) return;
-  const auto args = find_delta(delta, scratch, x, weights, table, plan, entry, widths, max_rank);
-  if (args) launch(start_cuda, *args, delta);
+  if (!is_active(active) || !has_room(delta, x)) return;
+  const ShrinkArgs input = check_input(scratch, x, weights, table, plan, entry, widths, max_rank, delta);
+  if (const auto made = with_delta(input, delta, scratch)) launch(start_cuda, *made, delta);
 }
 
 void finish_on_cuda(const Tensor& y, const Tensor& delta, const Tensor& scratch, const Tensor& x,
                     std::vector<Tensor> weights, const Tensor& table, const Tensor& plan, int64_t entry,
                     std::vector<int64_t> widths, int64_t max_rank, std::optional<Tensor> active) {
   if (!is_active(active)) return;
-  const ApplyArgs args = check_apply(y, scratch, x, weights, table, plan, entry, widths, max_rank);
-  const auto made = find_delta(delta, scratch, x, weights, table, plan, entry, widths, max_rank);
+  const ShrinkArgs input = check_input(scratch, x, weights, table, plan, entry, widths, max_rank, y);
+  const ApplyArgs args = with_output(input, y);
+  const auto made = has_room(delta, x) ? with_delta(input, delta, scratch) : std::nullopt;
   if (!made) return launch(apply_cuda, args, y);
   const auto add = [&](const ExpandArgs& expand, void* stream) {
     return finish_cuda(expand, args.expand.y, args.expand.y_stride, stream);

@@ -32,7 +32,7 @@ _embedding = torch.ops.loramux.lora_embedding_.default
 
 # Of csrc/lora.h: rows of a step at most whose deltas are made beside the base GEMM, and the arrays
 # of h that this takes.
-BESIDE_ROWS, BESIDE_PARTS = 32, 8
+BESIDE_ROWS, _BESIDE_PARTS = 32, 8
 
 # They only write into their arguments, so that there is nothing to infer.
 for _name in (
@@ -150,15 +150,20 @@ def lora_start(x: torch.Tensor, site: LoraSite, plan: StepPlan) -> StartedDelta:
         PlanMismatch, RuntimeError: as ``lora_shrink``.
     """
     _check_rows(x, plan)
-    delta = x.new_empty(BESIDE_ROWS, sum(site.widths))
-    arrays = x.shape[0] + BESIDE_PARTS * BESIDE_ROWS
-    scratch = x.new_empty(arrays * len(site.widths) * site.max_rank, dtype=torch.float32)
+    delta, scratch = beside_memory(x, site)
     if site.backend == "native":
         _start(
             delta, scratch, x, site.weights, site.table, plan.buffer,
             site.entry, site.widths, site.max_rank,
         )  # fmt: skip
     return StartedDelta(x, site, plan, delta, scratch)
+
+
+def beside_memory(x: torch.Tensor, site: LoraSite) -> tuple[torch.Tensor, torch.Tensor]:
+    """The delta and the scratch that the operators of the two halves take for ``x [rows, in]``."""
+    delta = x.new_empty(BESIDE_ROWS, sum(site.widths))
+    arrays = x.shape[0] + _BESIDE_PARTS * BESIDE_ROWS
+    return delta, x.new_empty(arrays * len(site.widths) * site.max_rank, dtype=torch.float32)
 
 
 def lora_finish_(y: torch.Tensor, started: StartedDelta) -> torch.Tensor:

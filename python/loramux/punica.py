@@ -29,7 +29,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 
 from . import __version__
 from .errors import SpecError
-from .ops import BESIDE_PARTS, BESIDE_ROWS
+from .ops import beside_memory
 from .plan import StepPlan
 from .site import LoraSite
 from .vllm import logger
@@ -171,22 +171,18 @@ class LayerWrapper:
         of zeros. Its A and B are the site's.
         """
         assert scale == 1.0
-        _apply(y, self._scratch(x, x.shape[0]), x, *self._where())
+        values = x.shape[0] * len(self.site.widths) * self.site.max_rank
+        _apply(y, x.new_empty(values, dtype=torch.float32), x, *self._where())
 
     def start(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Begin the deltas of ``x [rows, in]``; what it returns is for ``finish``."""
-        delta = x.new_empty(BESIDE_ROWS, sum(self.site.widths))
-        scratch = self._scratch(x, x.shape[0] + BESIDE_PARTS * BESIDE_ROWS)
+        delta, scratch = beside_memory(x, self.site)
         _start(delta, scratch, x, *self._where())
         return delta, scratch, x
 
     def finish(self, y: torch.Tensor, started: tuple[torch.Tensor, ...]) -> None:
         """Add to ``y [rows, sum of slices]`` what ``start`` began before y was enqueued."""
         _finish(y, *started, *self._where())
-
-    def _scratch(self, x: torch.Tensor, rows: int) -> torch.Tensor:
-        values = rows * len(self.site.widths) * self.site.max_rank
-        return x.new_empty(values, dtype=torch.float32)
 
     def _where(self) -> tuple[Any, ...]:
         site = self.site
