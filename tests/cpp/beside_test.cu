@@ -6,11 +6,11 @@
 namespace loramux {
 namespace {
 
-class CudaBesideTest : public testing::Test {
+class CudaBesideTest : public CudaTest {
  protected:
   void SetUp() override {
-    int devices = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no CUDA device";
+    CudaTest::SetUp();
+    if (IsSkipped()) return;
     cudaDeviceProp device;
     EXPECT_CUDA(cudaGetDeviceProperties(&device, 0));
     if (device.major < 9 || is_portable_forced()) GTEST_SKIP() << "made on sm_90 and later";
@@ -53,16 +53,12 @@ struct Halves {
     for (int64_t row = 0; row < problem.rows; ++row) {
       for (int slice = 0; slice < shape.slices(); ++slice) {
         const std::vector<double> h = problem.operand(row, slice);
-        const int32_t slot = problem.segments[row].slot;
-        const double scale = shape.scale(slot, slice) * problem.segments[row].scale;
         for (int64_t n = 0; n < shape.widths[slice] && !h.empty(); ++n) {
-          double sum = 0;
-          for (size_t r = 0; r < h.size(); ++r)
-            sum += static_cast<float>(static_cast<T>(static_cast<float>(h[r]))) * shape.b(slot, slice, n, r);
-          const float delta = static_cast<float>(static_cast<T>(static_cast<float>(scale * sum)));
+          const auto delta = static_cast<T>(static_cast<float>(problem.delta(row, slice, n, h, true)));
           const int64_t column = y_stride - shape.width() + problem.site.slices[slice].offset + n;
           T& y = want[row * y_stride + column];
-          if (delta != 0) y = static_cast<T>(static_cast<float>(y) + delta);
+          if (static_cast<float>(delta) != 0)
+            y = static_cast<T>(static_cast<float>(y) + static_cast<float>(delta));
         }
       }
     }

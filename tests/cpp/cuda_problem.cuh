@@ -24,6 +24,14 @@ namespace loramux {
 inline constexpr int64_t kGuard = 256;  // bytes
 inline constexpr int32_t kSlots = 4;
 
+class CudaTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no CUDA device";
+  }
+};
+
 #define EXPECT_CUDA(call) EXPECT_EQ(static_cast<cudaError_t>(call), cudaSuccess)
 
 // Everything runs on a stream that does not wait for the default one.
@@ -273,21 +281,24 @@ struct Problem {
     for (int64_t row = 0; row < rows; ++row) {
       for (int slice = 0; slice < shape.slices(); ++slice) {
         const std::vector<double> h = operand(row, slice);
-        const int32_t slot = segments[row].slot;
-        const double scale = shape.scale(slot, slice) * segments[row].scale;
         for (int64_t n = 0; n < shape.widths[slice] && !h.empty(); ++n) {
-          double sum = 0;
-          for (size_t r = 0; r < h.size(); ++r) {
-            const double factor =
-                rounds_h ? static_cast<float>(static_cast<T>(static_cast<float>(h[r]))) : h[r];
-            sum += factor * shape.b(slot, slice, n, r);
-          }
           T& y = want[row * y_stride + shape.pad + site.slices[slice].offset + n];
-          y = static_cast<T>(static_cast<float>(static_cast<float>(y) + scale * sum));
+          y = static_cast<T>(static_cast<float>(static_cast<float>(y) + delta(row, slice, n, h, rounds_h)));
         }
       }
     }
     return want;
+  }
+
+  // What is added to column n of a slice. h: the row's operand.
+  double delta(int64_t row, int slice, int64_t n, const std::vector<double>& h, bool rounds_h) const {
+    const int32_t slot = segments[row].slot;
+    double sum = 0;
+    for (size_t r = 0; r < h.size(); ++r) {
+      const double factor = rounds_h ? static_cast<float>(static_cast<T>(static_cast<float>(h[r]))) : h[r];
+      sum += factor * shape.b(slot, slice, n, r);
+    }
+    return static_cast<double>(shape.scale(slot, slice) * segments[row].scale) * sum;
   }
 
   // What B multiplies: x @ A^T, or A's vector of the row's id. Empty where nothing is to be done.

@@ -10,14 +10,6 @@
 namespace loramux {
 namespace {
 
-class CudaTest : public testing::Test {
- protected:
-  void SetUp() override {
-    int devices = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no CUDA device";
-  }
-};
-
 template <typename T>
 class CudaKernels : public CudaTest {};
 using Types = testing::Types<float, __half, __nv_bfloat16>;
