@@ -184,12 +184,12 @@ from loramux.errors import AdapterError
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (768 << 20),) * 2)
 for path in sys.argv[1:]:
-    started = time.monotonic()
+    started = time.process_time()
     try:
         read_lora_file(path)
     except AdapterError as error:
         assert len(str(error)) < 1 << 20
-        print("refused", time.monotonic() - started < 10)
+        print("refused", time.process_time() - started < 10)
 """
 
 
