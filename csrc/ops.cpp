@@ -45,7 +45,7 @@ void check_device(const Tensor& t, const char* name, const Tensor& like) {
   STD_TORCH_CHECK(t.device() == like.device(), name, " is on another device than the output");
 }
 
-// Plan records and table entries are read 16 bytes at a time.
+// Plan records, table entries and weights are read 16 bytes at a time.
 void check_aligned(const Tensor& t, const char* name) {
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0, name,
                   " must start on 16 bytes: give the whole tensor, not a view into it");
@@ -71,6 +71,7 @@ void set_weights(Site& site, const std::vector<Tensor>& tensors, const Tensor& l
     check_device(t, "weights", like);
     STD_TORCH_CHECK(t.is_contiguous() && t.scalar_type() == tensors[0].scalar_type(),
                     "weights must be contiguous and of one dtype");
+    check_aligned(t, "weights");
   }
   site.dtype = dtype_of(tensors[0], "weights");
   site.offset_unit = arena ? kBlockAlign : kStackedUnit;
@@ -341,7 +342,7 @@ void launch(Kernel kernel, const Args& args, const Tensor& on) {
   const int32_t device = on.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const int error = kernel(args, current_stream(device));
-  STD_TORCH_CHECK(error == 0, "a LoRA kernel could not be launched: ", cuda_error_string(error));
+  STD_TORCH_CHECK(error == 0, "a LoRA kernel could not be launched: ", take_cuda_error(error));
 }
 
 void shrink_on_cuda(const Tensor& h, const Tensor& x, std::vector<Tensor> weights, const Tensor& table,

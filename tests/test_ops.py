@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -234,6 +236,7 @@ class TestTorchContract:
         yield ops.lora_apply_, (y, h.flatten(), x, *where, site.widths, 8, active)
         delta, parts = torch.zeros_like(y), torch.zeros(8 * h.numel(), device=device)
         yield ops.lora_start, (delta, parts, x, *where, site.widths, 8)
+        yield ops.lora_finish_, (y, delta, parts, x, *where, site.widths, 8)
         where = (tokens.weights, tokens.table, plan, 0)
         yield ops.lora_embedding_, (y, ids, *where, tokens.widths, 50, 8)
 
@@ -313,6 +316,16 @@ class TestRefusals:
         with pytest.raises(RuntimeError) as error:
             lora_apply_(y_bad, x_bad, site, plan)
         assert said in str(error.value)
+        assert torch.equal(y, before)
+
+    def test_weights_off_their_alignment(self, call):
+        y, x, site, plan = call
+        before = y.clone()
+        for i, weight in enumerate(site.weights):
+            moved = torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view(weight.shape)
+            weights = [*site.weights[:i], moved, *site.weights[i + 1 :]]
+            with pytest.raises(RuntimeError, match="weights must start on 16 bytes"):
+                lora_apply_(y, x, dataclasses.replace(site, weights=weights), plan)
         assert torch.equal(y, before)
 
     @pytest.mark.parametrize("active", [torch.ones(2, dtype=torch.bool), torch.ones(1)])

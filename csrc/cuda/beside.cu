@@ -29,14 +29,14 @@ static_assert(kMaxParts <= kBesideParts);
 // [rows, num_slices, max_rank] of their own behind args.h. Zeroes the delta too, `vectors` of 16 bytes.
 template <typename T, bool kIsLong>
 __global__ void __launch_bounds__(kDecodeThreads)
-    shrink_part_kernel(const __grid_constant__ ShrinkArgs args, int steps, uint4* delta, int vectors) {
+    shrink_part_kernel(const __grid_constant__ ShrinkArgs args, int steps, uint4* delta, int64_t vectors) {
 #if __CUDA_ARCH__ >= 900
   let_next_kernel_start();
   const auto wait_and_zero = [&] {
     wait_for_earlier_kernels();
     const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-    const int ctas = gridDim.x * gridDim.y * gridDim.z;
-    for (int v = cta * kDecodeThreads + threadIdx.x; v < vectors; v += ctas * kDecodeThreads) delta[v] = {};
+    const int threads = gridDim.x * gridDim.y * gridDim.z * kDecodeThreads;
+    for (int64_t v = cta * kDecodeThreads + threadIdx.x; v < vectors; v += threads) delta[v] = {};
   };
   const int slice = blockIdx.z;
   TileRows tile;
@@ -76,7 +76,7 @@ int shrink_parts(const ApplyArgs& args, void* stream) {
                   shrink.site.num_slices);
   const int64_t vectors = shrink.rows * args.expand.y_stride * sizeof(T) / 16;
   return launch(steps <= 4 ? shrink_part_kernel<T, false> : shrink_part_kernel<T, true>, grid, kDecodeThreads,
-                1, stream, 0, shrink, steps, static_cast<uint4*>(args.expand.y), static_cast<int>(vectors));
+                1, stream, 0, shrink, steps, static_cast<uint4*>(args.expand.y), vectors);
 }
 
 struct AddArgs {
@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(const __grid_constant_
   auto* const y = reinterpret_cast<Vector*>(static_cast<T*>(args.y) + blockIdx.y * args.y_stride + column);
   wait_for_earlier_kernels();
   if (column >= args.width) return;
-  const Vector delta =
-      *reinterpret_cast<const Vector*>(static_cast<const T*>(args.delta) + blockIdx.y * args.width + column);
+  const Vector delta = *reinterpret_cast<const Vector*>(static_cast<const T*>(args.delta) +
+                                                        int64_t{blockIdx.y} * args.width + column);
   Vector sum = *y;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -166,13 +166,13 @@ int side_of(void* stream, Side* side) {
 // of 4 adapters of rank 64 (`python -m bench after-gemm`).
 bool beside_serves(const ApplyArgs& delta) {
   constexpr int64_t kMaxRank = 16;
-  return delta.shrink.rows <= kBesideRows && delta.shrink.site.max_rank <= kMaxRank &&
-         !is_portable_forced() && shrink_decode_serves(delta.shrink) && expand_serves(delta.expand);
+  const ShrinkArgs& shrink = delta.shrink;
+  return has_tiles(shrink) && shrink.rows <= kBesideRows && shrink.site.max_rank <= kMaxRank &&
+         !is_portable_forced() && shrink_decode_serves(shrink) && expand_serves(delta.expand);
 }
 
 int start_cuda(const ApplyArgs& delta, void* stream) {
   const ShrinkArgs& shrink = delta.shrink;
-  if (shrink.rows == 0) return cudaSuccess;
   Side side;
   int error = side_of(stream, &side);
   if (error == cudaSuccess) error = cudaEventRecord(side.begun, static_cast<cudaStream_t>(stream));
@@ -187,7 +187,6 @@ int start_cuda(const ApplyArgs& delta, void* stream) {
 }
 
 int finish_cuda(const ExpandArgs& delta, void* y, int64_t y_stride, void* stream) {
-  if (delta.rows == 0) return cudaSuccess;
   Side side;
   int error = side_of(stream, &side);
   if (error == cudaSuccess) error = cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), side.made);

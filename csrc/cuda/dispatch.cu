@@ -6,6 +6,7 @@
 
 #include "cuda/forms.h"
 #include "cuda/kernels.h"
+#include "cuda/launch.cuh"
 #include "host/plan.h"
 
 namespace loramux {
@@ -13,9 +14,8 @@ namespace {
 
 template <typename Args, typename Decode, typename Prefill>
 int run(const Args& args, Decode decode, Prefill prefill) {
-  if (args.rows == 0) return cudaSuccess;
   int error = cudaSuccess;
-  if (max_decode_tiles(args.rows, args.site.num_slots) > 0) error = decode();
+  if (has_tiles(args)) error = decode();
   if (error == cudaSuccess && max_prefill_tiles(args.rows, args.site.num_slots) > 0) error = prefill();
   return error;
 }
@@ -42,7 +42,7 @@ int shrink_cuda(const ShrinkArgs& args, void* stream) {
 }
 
 int expand_cuda(const ExpandArgs& args, void* stream) {
-  if (args.rows > 0 && !is_portable_forced() && expand_serves(args)) {
+  if (has_tiles(args) && !is_portable_forced() && expand_serves(args)) {
     if (args.rows > max_short_step_rows(args.site.max_rank)) return expand_prefill(args, true, stream);
     return run(
         args, [&] { return expand_decode(args, 1, stream); },
@@ -54,9 +54,8 @@ int expand_cuda(const ExpandArgs& args, void* stream) {
 }
 
 int apply_cuda(const ApplyArgs& args, void* stream) {
-  const int64_t rows = args.shrink.rows;
-  const bool has_prefill = max_prefill_tiles(rows, args.shrink.site.num_slots) > 0;
-  if (rows > 0 && !has_prefill && !is_portable_forced() && apply_decode_serves(args))
+  const bool has_prefill = max_prefill_tiles(args.shrink.rows, args.shrink.site.num_slots) > 0;
+  if (has_tiles(args.shrink) && !has_prefill && !is_portable_forced() && apply_decode_serves(args))
     return apply_decode(args, stream);
   const int error = shrink_cuda(args.shrink, stream);
   return error != cudaSuccess ? error : expand_cuda(args.expand, stream);
@@ -68,7 +67,8 @@ int embedding_cuda(const EmbeddingArgs& args, void* stream) {
       [&] { return embedding_portable(TileKind::prefill, args, stream); });
 }
 
-const char* cuda_error_string(int error) {
+const char* take_cuda_error(int error) {
+  cudaGetLastError();
   return cudaGetErrorString(static_cast<cudaError_t>(error));
 }
 

@@ -109,7 +109,7 @@ bool expand_serves(const ExpandArgs& args) {
                        reinterpret_cast<uintptr_t>(args.h) % 16 == 0;
   for (int i = 0; i < site.num_slices; ++i) {
     const Slice& slice = site.slices[i];
-    whole_vectors &= slice.width % 8 == 0 && slice.offset % 8 == 0 && slice.width < 1 << 30;
+    whole_vectors &= slice.width % 8 == 0 && slice.offset % 8 == 0 && slice.offset + slice.width < 1 << 30;
   }
   return is_compiled && whole_vectors && fits_grid(args);
 }

@@ -26,6 +26,12 @@ inline bool is_half(DType dtype) {
   return dtype != DType::f32;
 }
 
+// Whether a plan of these rows can have a tile: not where only the zero adapter has a slot.
+template <typename Args>
+bool has_tiles(const Args& args) {
+  return max_decode_tiles(args.rows, args.site.num_slots) > 0;
+}
+
 // Whether the tiles fit the grid's second dimension.
 template <typename Args>
 bool fits_grid(const Args& args) {

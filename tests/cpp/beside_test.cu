@@ -47,8 +47,8 @@ struct Halves {
     EXPECT_CUDA(finish_cuda(args().expand, y.data() + y_stride - problem.shape.width(), y_stride, stream()));
   }
 
-  std::vector<T> want() const {
-    std::vector<T> want = y_before;
+  // What `run` makes of a y.
+  std::vector<T> want(std::vector<T> y) const {
     const Shape& shape = problem.shape;
     for (int64_t row = 0; row < problem.rows; ++row) {
       for (int slice = 0; slice < shape.slices(); ++slice) {
@@ -56,13 +56,13 @@ struct Halves {
         for (int64_t n = 0; n < shape.widths[slice] && !h.empty(); ++n) {
           const auto delta = static_cast<T>(static_cast<float>(problem.delta(row, slice, n, h, true)));
           const int64_t column = y_stride - shape.width() + problem.site.slices[slice].offset + n;
-          T& y = want[row * y_stride + column];
+          T& sum = y[row * y_stride + column];
           if (static_cast<float>(delta) != 0)
-            y = static_cast<T>(static_cast<float>(y) + static_cast<float>(delta));
+            sum = static_cast<T>(static_cast<float>(sum) + static_cast<float>(delta));
         }
       }
     }
-    return want;
+    return y;
   }
 
   Problem<T> problem;
@@ -87,6 +87,9 @@ TYPED_TEST(CudaBeside, StartAndFinishMatchTheDefinition) {
       {{14344, {600}, {16}, 16, 0}, 32, {3, 1, 2}, 0},
       {{40, {24, 16}, {5, 16}, 16, 0, Kind::stacked}, 31, {3, 1}, 3},
       {{64, {40}, {8}, 8, 0}, 32, {0}, 0},
+      {{4096, {8192, 512}, {16, 8}, 16, 0}, 32, {1, 3, 2}, 0},
+      {{64, {8192}, {8}, 8, 0}, 32, {2, 0}, 3},
+      {{64, {60000}, {8}, 8, 0}, 32, {1, 2, 3}, 0},  // its CTAs go through the tiles
   };
   for (const Case& c : cases) {
     SCOPED_TRACE(testing::Message() << "in " << c.shape.in_features << ", rows " << c.rows);
@@ -94,23 +97,28 @@ TYPED_TEST(CudaBeside, StartAndFinishMatchTheDefinition) {
     halves.problem.set_plan(c.slots);
     ASSERT_TRUE(beside_serves(halves.args()));
     halves.run();
-    expect_same_bits(halves.y.read(), halves.want());
+    expect_same_bits(halves.y.read(), halves.want(halves.y_before));
     halves.delta.read();
     halves.parts.read();
   }
 }
 
-TYPED_TEST(CudaBeside, RandomPlansStayInsideTheTensors) {
+TYPED_TEST(CudaBeside, RandomPlansAndTablesStayInsideTheTensors) {
   std::mt19937 random(11);
   Halves<TypeParam> halves({40, {24, 304}, {8, 16}, 16, 8}, 32, 8);
   halves.problem.set_plan({1});
   for (int round = 0; round < 40; ++round) {
     std::vector<int32_t> words(halves.problem.plan.size());
     const int32_t edges[] = {INT32_MIN, INT32_MAX, -9, -8, -1, 0, 1, 2, 3, 8, 9, 32, 33};
-    std::generate(words.begin(), words.end(), [&] { return edges[random() % std::size(edges)]; });
+    const auto any_word = [&] { return edges[random() % std::size(edges)]; };
+    std::generate(words.begin(), words.end(), any_word);
     for (size_t i = 4; i < words.size(); i += 4) words[i] = random() % (kSlots + 1);
     words[0] = random() % 8;
+    std::vector<SlotEntry> table(halves.problem.table.size());
+    for (SlotEntry& entry : table)
+      entry = {static_cast<uint32_t>(any_word()), static_cast<uint32_t>(any_word()), any_word(), 1.f};
     halves.problem.plan.write(words);
+    halves.problem.table.write(table);
     halves.y.write(halves.y_before);
     halves.run();
     halves.delta.read();
@@ -123,7 +131,8 @@ TYPED_TEST(CudaBeside, RandomPlansStayInsideTheTensors) {
   }
 }
 
-TEST_F(CudaBesideTest, AGraphReplaysBothHalvesWithTheContentOfItsPlan) {
+// Of two sites, here the same one twice: the second begins while the first one's y is being added to.
+TEST_F(CudaBesideTest, AGraphReplaysTwoSitesWithTheContentOfItsPlan) {
   Halves<__nv_bfloat16> halves({72, {520, 8}, {16, 8}, 16, 8}, 32);
   halves.problem.set_plan({1});
   halves.run();
@@ -131,14 +140,17 @@ TEST_F(CudaBesideTest, AGraphReplaysBothHalvesWithTheContentOfItsPlan) {
   cudaGraphExec_t replay = nullptr;
   ASSERT_EQ(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeGlobal), cudaSuccess);
   halves.run();
+  halves.run();
   ASSERT_EQ(cudaStreamEndCapture(stream(), &graph), cudaSuccess);
   ASSERT_EQ(cudaGraphInstantiate(&replay, graph, 0), cudaSuccess);
   for (const std::vector<int32_t>& slots :
        std::vector<std::vector<int32_t>>{{0}, {2}, {1, 2, 3, 0}, {3, 0}}) {
     halves.problem.set_plan(slots);
     halves.y.write(halves.y_before);
+    halves.delta.write(std::vector<__nv_bfloat16>(halves.delta.size(), static_cast<__nv_bfloat16>(NAN)));
+    halves.parts.write(std::vector<float>(halves.parts.size(), NAN));
     EXPECT_CUDA(cudaGraphLaunch(replay, stream()));
-    expect_same_bits(halves.y.read(), halves.want());
+    expect_same_bits(halves.y.read(), halves.want(halves.want(halves.y_before)));
   }
   EXPECT_CUDA(cudaGraphExecDestroy(replay));
   EXPECT_CUDA(cudaGraphDestroy(graph));
@@ -150,6 +162,11 @@ TEST_F(CudaBesideTest, LongStepsAndHighRanksAreLeftToTheOneCall) {
   EXPECT_FALSE(beside_serves(Halves<__half>({64, {40}, {24}, 24, 0}, 32).args()));
   EXPECT_FALSE(beside_serves(Halves<__half>({64, {33}, {16}, 16, 0}, 32).args()));
   EXPECT_FALSE(beside_serves(Halves<float>({64, {40}, {16}, 16, 0}, 32).args()));
+  EXPECT_FALSE(beside_serves(Halves<__half>({64, {40}, {16}, 16, 0}, 0).args()));
+  const Halves<__half> no_slots({64, {40}, {16}, 16, 0}, 8);
+  ApplyArgs args = no_slots.args();
+  args.shrink.site.num_slots = args.expand.site.num_slots = 1;
+  EXPECT_FALSE(beside_serves(args));
 }
 
 }  // namespace

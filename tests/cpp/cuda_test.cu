@@ -301,15 +301,18 @@ TEST_F(CudaTest, AGraphReplaysWithTheContentOfItsPlan) {
   EXPECT_CUDA(cudaGraphDestroy(graph));
 }
 
-TEST_F(CudaTest, ZeroRowsLaunchNothing) {
-  Problem<float> problem({8, {8}, {8}, 8, 0}, 8);
-  ApplyArgs args = problem.args();
+TYPED_TEST(CudaKernels, WithoutRowsOrSlotsNothingIsLaunched) {
+  Problem<TypeParam> problem({8, {8}, {8}, 8, 0}, 300);
+  ApplyArgs no_rows = problem.args(), no_slots = problem.args();
+  no_rows.shrink.rows = no_rows.expand.rows = 0;
+  no_slots.shrink.site.num_slots = no_slots.expand.site.num_slots = 1;
   EmbeddingArgs embedding = problem.embedding_args(nullptr, false);
-  args.shrink.rows = args.expand.rows = embedding.rows = 0;
+  embedding.rows = 0;
   cudaGraph_t graph = nullptr;
   size_t nodes = 1;
   ASSERT_EQ(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeGlobal), cudaSuccess);
-  EXPECT_CUDA(apply_cuda(args, stream()));
+  EXPECT_CUDA(apply_cuda(no_rows, stream()));
+  EXPECT_CUDA(apply_cuda(no_slots, stream()));
   EXPECT_CUDA(embedding_cuda(embedding, stream()));
   ASSERT_EQ(cudaStreamEndCapture(stream(), &graph), cudaSuccess);
   EXPECT_CUDA(cudaGraphGetNodes(graph, nullptr, &nodes));
@@ -324,7 +327,9 @@ TEST_F(CudaTest, LaunchErrorsAreReturned) {
   args.shrink.site.num_slices = 1 << 16;  // more than a grid can have
   const int error = apply_cuda(args, stream());
   EXPECT_NE(error, cudaSuccess);
-  EXPECT_STRNE(cuda_error_string(error), cuda_error_string(cudaSuccess));
+  EXPECT_STRNE(take_cuda_error(error), take_cuda_error(cudaSuccess));
+  EXPECT_STREQ(take_cuda_error(cudaSetDevice(-1)), cudaGetErrorString(cudaErrorInvalidDevice));
+  EXPECT_CUDA(cudaPeekAtLastError());
   EXPECT_CUDA(apply_cuda(problem.args(), stream()));
   expect_same_bits(problem.y.read(), problem.want_y());
 }
