@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from common import COMPILER, TracedGraph
 from loramux import PlanMismatch, StepPlan, lora_apply_, lora_finish_, lora_start
-from loramux.ops import BESIDE_ROWS
+from loramux.ops import BESIDE_ROWS, beside_memory
 from test_ops import DEVICES, DTYPES, SLOTS, operands, stacked_site
 
 REPLAYS = 300
@@ -100,10 +101,36 @@ def test_rows_that_are_not_the_plans_are_refused():
     assert torch.equal(y, before)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda delta, scratch: (delta[:, :40], scratch), "delta contiguous"),
+        (lambda delta, scratch: (delta[:, :40].contiguous(), scratch), "delta has 40 columns"),
+        (lambda delta, scratch: (delta.float(), scratch), "delta has another dtype"),
+        (lambda delta, scratch: (delta, scratch[: 8 * len(SLOTS) * 8 - 1]), "lora_start needs"),
+    ],
+)
+def test_memory_that_does_not_fit_is_refused_by_both_halves(change, said):
+    site = stacked_site(64, [48], 8, torch.bfloat16, "cuda")
+    x, y = operands(len(SLOTS), 64, site, torch.bfloat16, "cuda")
+    plan, before = StepPlan.for_rows(SLOTS, site.num_slots, "cuda"), y.clone()
+    memory = change(*beside_memory(x, site))
+    where = (x, site.weights, site.table, plan.buffer, 0, site.widths, 8)
+    for call in (
+        torch.ops.loramux.lora_start,
+        functools.partial(torch.ops.loramux.lora_finish_, y),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            call(*memory, *where)
+    assert torch.equal(y, before)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_compile_sees_two_opaque_nodes(device):
-    site = stacked_site(64, [64], 8, torch.float32, device)
-    x, _ = operands(len(SLOTS), 64, site, torch.float32, device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compile_sees_two_opaque_nodes(dtype, device):
+    site = stacked_site(64, [64], 8, dtype, device)
+    x, _ = operands(len(SLOTS), 64, site, dtype, device)
     plan = StepPlan.for_rows(SLOTS, site.num_slots, device)
     graph = TracedGraph()
 
@@ -124,15 +151,19 @@ def test_one_capture_serves_every_step():
     widths, rows, rng = [[512, 128], [512]], BESIDE_ROWS, random.Random(0)
     sites = [stacked_site(512, w, 16, torch.bfloat16, "cuda", slots=8) for w in widths]
     weights = [torch.randn(sum(w), 512).to("cuda", torch.bfloat16) / 23 for w in widths]
-    x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+    first = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
     plan = StepPlan(rows, 9, "cuda")
 
     def step():
-        out = []
+        """Each site's input and output; the second reads what the first has just made."""
+        x, calls = first, []
         for site, weight in zip(sites, weights, strict=True):
             started = lora_start(x, site, plan)
-            out.append(lora_finish_(x @ weight.T, started))
-        return out
+            y = lora_finish_(x @ weight.T, started)
+            del started  # its memory may be the next site's
+            calls.append((x, y))
+            x = y[:, :512]
+        return calls
 
     def replan():
         slots = [rng.choice([0, 0, *rng.sample(range(1, 9), 3)]) for _ in range(rows)]
@@ -144,12 +175,14 @@ def test_one_capture_serves_every_step():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         replayed = step()
-    assert all(is_beside(y, site) for y, site in zip(replayed, sites, strict=True))
+    assert all(is_beside(y, site) for (_, y), site in zip(replayed, sites, strict=True))
     for _ in range(REPLAYS):
-        x.normal_()
+        first.normal_()
         replan()
         graph.replay()
-        for got, eager, site, weight in zip(replayed, step(), sites, weights, strict=True):
+        for (x, got), (_, eager), site, weight in zip(
+            replayed, step(), sites, weights, strict=True
+        ):
             assert torch.equal(got, eager)
             assert torch.equal(got, added(x @ weight.T, x, site, plan))
 

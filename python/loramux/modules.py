@@ -192,9 +192,10 @@ class ModuleLoraMap:
         binding = ExitStack()
         binding.callback(_drop_traced_graphs)  # last, once the hooks are gone
         for leaf, hook in hooks:
-            if beside_gemm and hook.kind == "linear":
+            is_beside = beside_gemm and hook.kind == "linear"
+            if is_beside:
                 binding.callback(leaf.register_forward_pre_hook(hook.start).remove)
-            binding.callback(leaf.register_forward_hook(hook).remove)
+            binding.callback(leaf.register_forward_hook(hook, always_call=is_beside).remove)
         _drop_traced_graphs()
         return binding
 
@@ -217,13 +218,23 @@ class _DeltaHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         started, self._started = self._started, None
         if started is not None:
-            lora_finish_(self._rows(output), started)
+            self._finish(output, started)
         elif self._is_wanted():
             y = self._rows(output)
             if self.kind == "embedding":
                 lora_embedding_(y, args[0].reshape(-1), self.site, self.plan)
             else:
                 lora_apply_(y, _inputs(args), self.site, self.plan)
+
+    def _finish(self, output: Any, started: StartedDelta) -> None:
+        try:
+            y = self._rows(output)
+        except SpecError:  # what was begun still has to end before its memory is another's
+            lora_finish_(started.x.new_empty(len(started.x), sum(self.site.widths)), started)
+            if output is None:  # the forward has raised
+                return
+            raise
+        lora_finish_(y, started)
 
     def _is_wanted(self) -> bool:
         """Whether the step has adapters; their weights of this layer have come then."""

@@ -125,7 +125,8 @@ def lora_apply_(y: torch.Tensor, x: torch.Tensor, site: LoraSite, plan: StepPlan
 class StartedDelta(NamedTuple):
     """What ``lora_start`` leaves for ``lora_finish_``: keep it until then.
 
-    A kernel on the stream beside may still write to its tensors.
+    A kernel on the stream beside may still write to its tensors. So where y is not to be had any
+    more, finish into another.
     """
 
     x: torch.Tensor
