@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vllm_standin as standin
 from common import COMPILER, TracedGraph
-from loramux import PlanMismatch
+from loramux import PlanMismatch, backend
 from loramux import vllm as plugin
 
 WIDTH, HIDDEN, VOCAB, PADDED_VOCAB = 64, 48, 40, 56
 CONFIG = standin.LoRAConfig(max_loras=3, max_lora_rank=16)
 MAX_TOKENS = 256
+WHY_NO_KERNELS = plugin._why_no_kernels
 STOCK = "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
 
 
@@ -27,7 +28,7 @@ def engine(monkeypatch):
     """The stand-in's modules, as a process finds them before plugins load."""
     cached = (plugin.register, plugin._missing, plugin._keep_own_kernels)
     modules = standin.install(monkeypatch)
-    monkeypatch.setattr(plugin, "_has_cuda_kernels", lambda: True)
+    monkeypatch.setattr(plugin, "_why_no_kernels", lambda: None)
     monkeypatch.delenv("LORAMUX_VLLM", raising=False)
     for function in cached:
         function.cache_clear()
@@ -175,19 +176,22 @@ class TestPlugin:
         (warning,) = self.warnings_of(caplog)
         assert "vllm.lora.layers.column_parallel_linear._mcp_apply is not as expected" in warning
 
-    def test_a_build_without_cuda_kernels_gets_one_warning(self, active, monkeypatch, caplog):
-        monkeypatch.setattr(plugin, "_has_cuda_kernels", lambda: False)
+    def test_a_gpu_without_kernels_gets_one_warning(self, active, monkeypatch, caplog):
+        monkeypatch.setattr(plugin, "_why_no_kernels", WHY_NO_KERNELS)
+        asked = []
+        monkeypatch.setattr(backend, "why_no_cuda", lambda *of: asked.append(of) or "no kernels")
         for _ in range(2):
             assert active.platforms.current_platform.get_punica_wrapper() == STOCK
         (warning,) = self.warnings_of(caplog)
-        assert "built without CUDA kernels" in warning
+        assert "no kernels (see python -m loramux.collect_env)" in warning
+        assert asked == [((9, 0),)]
 
     def test_graphs_compiled_with_and_without_it_have_different_keys(self, engine, monkeypatch):
         stock = standin.LoRAConfig().compute_hash()
         plugin.register()
         served = standin.LoRAConfig().compute_hash()
         plugin._missing.cache_clear()
-        monkeypatch.setattr(plugin, "_has_cuda_kernels", lambda: False)
+        monkeypatch.setattr(plugin, "_why_no_kernels", lambda: "it cannot")
         kept = standin.LoRAConfig().compute_hash()
         assert len({stock, served, kept}) == 3
 
@@ -382,6 +386,22 @@ class TestSteps:
         served[0].punica_wrapper.rows.active.fill_(True)
         x = torch.randn(8, WIDTH)
         assert torch.equal(served[0](x), served[0].base_layer.apply_to(x, None))
+
+    def test_a_graph_captured_ahead_of_every_step_has_the_kernels(self, served):
+        layer = served[0]
+        x = torch.randn(2, WIDTH)
+        assert torch.equal(layer(x), layer.base_layer.apply_to(x, None))
+        layer.punica_wrapper.rows.plan.buffer[2] = 9
+        with pytest.raises(RuntimeError, match="the plan is for 9 rows, the call has 2"):
+            layer(x)
+
+    def test_adapters_loaded_after_a_sleep_that_lost_the_weights(self, served):
+        layer, manager, _ = served
+        self.check(served, [1, 2, 0])
+        layer.punica_wrapper.site.table.zero_()
+        for name in (1, 2):
+            manager.deactivate_adapter(name)
+        self.check(served, [2, 0, 3])
 
     def test_no_kernel_runs_in_a_step_without_adapters(self, served):
         layer, manager, _ = served

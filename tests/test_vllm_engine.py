@@ -148,7 +148,7 @@ def manager(parallel, monkeypatch):
         if not hasattr(punica_gpu, "LoRAKernelMeta"):
             monkeypatch.setattr(punica_gpu, "LoRAKernelMeta", kernel_meta(), raising=False)
         monkeypatch.setattr(model_manager, "PIN_MEMORY", False)
-        monkeypatch.setattr(plugin, "_has_cuda_kernels", lambda: True)
+        monkeypatch.setattr(plugin, "_why_no_kernels", lambda: None)
         monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
         monkeypatch.setattr(type(current_platform), "can_update_inplace", lambda self: True)
     plugin.register()

@@ -40,6 +40,9 @@ class Platform:
     def is_cuda(self):
         return self.cuda
 
+    def get_device_capability(self):
+        return 9, 0
+
     def get_punica_wrapper(self):
         return "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
 

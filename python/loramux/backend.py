@@ -7,7 +7,9 @@ float32 with one rounding when the delta is added to y.
 from __future__ import annotations
 
 import functools
+import json
 import logging
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +24,7 @@ torch.ops.load_library(str(Path(__file__).with_name("_ops.so")))
 logger = logging.getLogger("loramux")
 
 NATIVE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ARCHITECTURE = re.compile(r"(\d+)(\d)(a?)(-real|-virtual)?")  # as CMake names them
 
 
 def resolve_backend(
@@ -46,11 +49,48 @@ def resolve_backend(
 def _why_not_native(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in NATIVE_DTYPES:
         return f"the kernels serve {', '.join(map(str, NATIVE_DTYPES))}, not {dtype}"
-    op = "loramux::lora_apply_"
-    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
-    if key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(op, key):
-        return f"this build of loramux has no kernel for the device {device.type!r}"
-    return None
+    if device.type == "cuda":
+        return why_no_cuda(torch.cuda.get_device_capability(device))
+    return None if device.type == "cpu" else f"there is no kernel for the device {device.type!r}"
+
+
+def why_no_cuda(capability: tuple[int, int] | None) -> str | None:
+    """What keeps this build's CUDA kernels from a device of that compute capability, if anything.
+
+    Args:
+        capability: ``None`` where it is not known; the device is then taken to be served.
+    """
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("loramux::lora_apply_", "CUDA"):
+        return "this loramux was built without CUDA kernels"
+    architectures = build_facts()["CUDA kernels for"]
+    if capability is None or any(_serves(one, capability) for one in architectures.split(";")):
+        return None
+    return (
+        f"this loramux was built for {architectures}, the GPU has compute capability "
+        f"{capability[0]}.{capability[1]}"
+    )
+
+
+def _serves(architecture: str, capability: tuple[int, int]) -> bool:
+    """Whether code for an architecture runs on a device, by CUDA's rules of compatibility.
+
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
+    """
+    parts = _ARCHITECTURE.fullmatch(architecture)
+    if parts is None:  # CMake's "native" or "all"
+        return True
+    major, minor, only_that, form = parts.groups()
+    built = int(major), int(minor)
+    if only_that:
+        return capability == built
+    return capability >= built and (form != "-real" or capability[0] == built[0])
+
+
+@functools.cache
+def build_facts() -> dict[str, str]:
+    """What was compiled in, and with what (written by CMakeLists.txt)."""
+    facts: dict[str, str] = json.loads(Path(__file__).with_name("_build.json").read_text())
+    return facts
 
 
 @functools.cache

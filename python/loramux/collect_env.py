@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import platform
-from pathlib import Path
 
 import torch
 
 from . import __version__
-from .backend import resolve_backend
+from .backend import build_facts, resolve_backend
 from .errors import BackendUnavailable
 
 
 def collect_env() -> dict[str, str]:
     """Versions, what is compiled in, and which devices the kernels serve here."""
-    build = json.loads(Path(__file__).with_name("_build.json").read_text())
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     return {
         "loramux": __version__,
-        **build,
+        **build_facts(),
         "Python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,

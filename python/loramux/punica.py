@@ -57,13 +57,14 @@ class RowPlan:
         plan: holds the step's rows; rows past them, which pad a step to the size of a captured
             graph, are in no tile.
         active: bool ``[1]`` on the CPU, read by every call on the host: false where no row has an
-            adapter, so that a graph captured then has no LoRA kernel in it.
+            adapter, so that a graph captured then has no LoRA kernel in it. True until the first
+            mapping: vLLM captures a vision encoder ahead of it.
     """
 
     def __init__(self, max_rows: int, num_slots: int, device: torch.device | str) -> None:
         self.plan = StepPlan(max_rows, num_slots, device)
         with torch.inference_mode(False):
-            self.active = torch.zeros(1, dtype=torch.bool)
+            self.active = torch.ones(1, dtype=torch.bool)
 
     def update(self, adapters: Sequence[int], slots: dict[int, int]) -> None:
         """Plan a step: the adapter id of every row, 0 for the base."""
@@ -145,6 +146,7 @@ class LayerWrapper:
     def __init__(self, layer: Any, site: LoraSite, rows: RowPlan) -> None:
         self.site = site
         self.rows = rows
+        self._empty_slots = site.table.to("cpu", copy=True)  # rank 0
         set_lora, reset_lora = layer.set_lora, layer.reset_lora
 
         def learn_ranks(index: int, lora_a: Any, lora_b: Any) -> None:
@@ -158,9 +160,16 @@ class LayerWrapper:
         layer.set_lora, layer.reset_lora = learn_ranks, forget_ranks
 
     def set_ranks(self, index: int, ranks: Sequence[int]) -> None:
-        """Slot ``index`` of the stacked tensors holds ``ranks`` from here on in the stream."""
-        for i, rank in enumerate(ranks):
-            self.site.table[index + 1, i, 2].fill_(rank)
+        """Slot ``index`` of the stacked tensors holds ``ranks`` from here on in the stream.
+
+        The slot's entries are written whole: as the weights, they are lost in a deep sleep.
+        """
+        entries = self._empty_slots[index + 1].clone()
+        entries[:, 2] = torch.tensor(ranks)
+        table = self.site.table
+        if table.is_cuda:
+            entries = entries.pin_memory()
+        table[index + 1].copy_(entries, non_blocking=True)
 
     def add_lora_linear(
         self, y: torch.Tensor, x: torch.Tensor, a: Any, b: Any, scale: float, *_: Any, **__: Any

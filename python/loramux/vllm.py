@@ -16,8 +16,6 @@ import logging
 import os
 from typing import Any
 
-import torch
-
 from . import __version__
 
 VERSION = "0.24."  # of vLLM, whose contract with a LoRA backend is known
@@ -93,15 +91,16 @@ def _missing() -> str | None:
                 functools.reduce(getattr, path.split("."), importlib.import_module(module))
             except (ImportError, AttributeError) as error:
                 return f"{module}.{path} is not as expected ({error})"
-    if not _has_cuda_kernels():
-        return "it was built without CUDA kernels (see python -m loramux.collect_env)"
-    return None
+    return _why_no_kernels()
 
 
-def _has_cuda_kernels() -> bool:
-    from . import ops  # noqa: F401  (loads the operators)
+def _why_no_kernels() -> str | None:
+    from vllm.platforms import current_platform
 
-    return torch._C._dispatch_has_kernel_for_dispatch_key("loramux::lora_apply_", "CUDA")
+    from .backend import why_no_cuda
+
+    reason = why_no_cuda(current_platform.get_device_capability())
+    return reason and f"{reason} (see python -m loramux.collect_env)"
 
 
 @functools.cache
