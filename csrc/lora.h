@@ -140,7 +140,7 @@ void apply_cpu(const ApplyArgs& args, const ParallelFor& parallel_for);
 void embedding_cpu(const EmbeddingArgs& args, const ParallelFor& parallel_for);
 
 // Enqueue on `stream`, a cudaStream_t; return a cudaError_t. Nothing outside the tensors is touched,
-// whatever the plan and the table hold.
+// whatever the plan and the table hold; nothing at all if the plan is for more rows.
 int shrink_cuda(const ShrinkArgs& args, void* stream);
 int expand_cuda(const ExpandArgs& args, void* stream);
 int apply_cuda(const ApplyArgs& args, void* stream);

@@ -25,7 +25,8 @@ using torch::headeronly::DeviceType;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kStackedUnit = 16;  // bytes that a table offset counts over stacked tensors
+constexpr int64_t kStackedUnit = 16;   // bytes that a table offset counts over stacked tensors
+constexpr int64_t kMaxRank = 1 << 20;  // so that no product of sizes overflows
 
 DType dtype_of(const Tensor& t, const char* name) {
   switch (t.scalar_type()) {
@@ -94,7 +95,7 @@ Site site_of(const std::vector<Tensor>& weights, const Tensor& table, int64_t en
   check_device(table, "table", like);
   STD_TORCH_CHECK(slices >= 1 && slices <= kMaxSlices, "a site of ", slices, " slices; want 1 to ",
                   kMaxSlices);
-  STD_TORCH_CHECK(max_rank >= 1, "max_rank is ", max_rank, "; want at least 1");
+  STD_TORCH_CHECK(max_rank >= 1 && max_rank <= kMaxRank, "max_rank is ", max_rank, "; want 1 to ", kMaxRank);
   STD_TORCH_CHECK(table.scalar_type() == ScalarType::Int && table.dim() == 3 && table.size(2) == 4 &&
                       table.is_contiguous(),
                   "table must be contiguous int32 [num_slots, num_entries, 4]");
@@ -129,7 +130,7 @@ int64_t check_matrix(const Tensor& t, const char* name, const Site& site) {
   STD_TORCH_CHECK(dtype_of(t, name) == site.dtype, name, " has another dtype than the weights");
   STD_TORCH_CHECK(t.size(1) <= 1 || t.stride(1) == 1, name, " must have unit column stride, has ",
                   t.stride(1));
-  return t.stride(0);
+  return t.size(0) > 1 ? t.stride(0) : t.size(1);  // one row's may be anything
 }
 
 // t [rows, sum of the widths]; its row stride.
@@ -211,6 +212,8 @@ EmbeddingArgs check_embedding(const Tensor& y, const Tensor& ids, const std::vec
   STD_TORCH_CHECK((ids64 || ids.scalar_type() == ScalarType::Int) && ids.dim() == 1 && ids.is_contiguous(),
                   "ids must be a contiguous int32 or int64 vector");
   check_device(ids, "ids", y);
+  STD_TORCH_CHECK(vocab >= 0 && !weights.empty() && vocab <= weights[0].numel(), "a vocabulary of ", vocab,
+                  " ids is not in the weights");
   Site site = site_of(weights, table, entry, static_cast<int64_t>(widths.size()), vocab, max_rank, y);
   set_widths(site, widths);
   const int64_t stride = check_y(y, site, ids.size(0));

@@ -219,6 +219,15 @@ def test_C080_a_batch_without_adapters_touches_nothing(rows):
     assert torch.equal(lora_apply_(y.clone(), x, site, plan), y)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_row_gets_the_same_bits_whatever_its_stride(device):
+    site = stacked_site(4096, [64], 16, torch.bfloat16, device)
+    x, y = operands(1, 4096, site, torch.bfloat16, device)
+    plan = StepPlan.for_rows([1], site.num_slots, device)
+    odd = x.as_strided(x.shape, (1, 1))
+    assert torch.equal(lora_apply_(y.clone(), odd, site, plan), lora_apply_(y, x, site, plan))
+
+
 class TestTorchContract:
     def calls(self, device):
         site = stacked_site(64, [32, 16], 8, torch.float32, device)
@@ -294,6 +303,14 @@ class TestRefusals:
             )  # fmt: skip
         assert torch.equal(y, before)
 
+    def test_a_plan_over_more_slots_than_the_sites(self, call):
+        y, x, site, _ = call
+        before = y.clone()
+        plan = StepPlan.for_rows([1, 0, 2, 1], site.num_slots + 1)
+        with pytest.raises(PlanMismatch, match=r"over 5 slots, the site has 4"):
+            lora_apply_(y, x, site, plan)
+        assert torch.equal(y, before)
+
     @pytest.mark.parametrize(
         ("change", "said"),
         [
@@ -351,6 +368,20 @@ class TestRefusals:
         with pytest.raises(RuntimeError, match=f"token id {token} at row 1 is outside .* 50"):
             lora_embedding_(y, torch.tensor([3, token]), site, plan)
         assert not y.any()
+
+    def test_a_vocabulary_that_the_weights_do_not_have(self):
+        site = stacked_site(50, [48], 8, torch.float32, embedding=True)
+        plan = StepPlan.for_rows([1, 2], site.num_slots)
+        site = dataclasses.replace(site, in_features=1 << 60)
+        with pytest.raises(RuntimeError, match=r"a vocabulary of .* ids is not in the weights"):
+            lora_embedding_(torch.zeros(2, 48), torch.tensor([3, 10**9]), site, plan)
+
+    def test_a_rank_that_no_product_of_sizes_holds(self, call):
+        y, x, site, plan = call
+        with pytest.raises(RuntimeError, match=r"max_rank is .*; want 1 to 1048576"):
+            torch.ops.loramux.lora_apply_(
+                y, torch.zeros(64), x, site.weights, site.table, plan.buffer, 0, [48], (1 << 61) + 8
+            )
 
     def test_C052_minus_one_is_another_ranks_token(self):
         site = stacked_site(50, [48], 8, torch.float32, embedding=True)

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kDecodeThreads) apply_decode_kernel(const __gr
   const ColumnRange columns =
       find_columns(site, blockIdx.x / ctas, ctas * kDecodeWarps * kBlocks * kBlockColumns);
   TileRows tile;
-  if (!find_tile(args.plan, TileKind::decode, blockIdx.y, &tile)) return leave_idle();
+  if (!find_tile(args.plan, TileKind::decode, blockIdx.y, args.rows, &tile)) return leave_idle();
   const SliceWeights<T> weights = find_slice<T>(site, tile.slot, columns.slice);
   if (weights.rank == 0 || weights.stride % 8 != 0) return leave_idle();
 
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kDecodeThreads) apply_decode_kernel(const __gr
     for (int p = 0; p < kMaxParts; ++p) {
       if (p < args.parts) h = add(h, *reinterpret_cast<const float4*>(&received[p][g][rank]));
     }
-    hidden[q] = {pack2<T>(h.x, h.y), pack2<T>(h.z, h.w)};
+    hidden[q] = pack_hidden<T>(h, weights.rank - rank);
   }
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {

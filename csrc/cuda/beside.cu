@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   const int slice = blockIdx.z;
   TileRows tile;
   SliceWeights<T> weights{};
-  if (find_tile(args.plan, TileKind::decode, blockIdx.y, &tile))
+  if (find_tile(args.plan, TileKind::decode, blockIdx.y, args.rows, &tile))
     weights = find_slice<T>(args.site, tile.slot, slice);
   if (weights.rank == 0) return wait_and_zero();
 

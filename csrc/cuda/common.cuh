@@ -29,21 +29,24 @@ struct TileRow {
   float scale;
 };
 
-// Tile `index` of a kind. False past the last one, and where it would lie outside the plan.
-__device__ inline bool find_tile(const PlanView& plan, TileKind kind, int64_t index, TileRows* rows) {
+// Tile `index` of a kind, in a call of `rows` rows. False past the last one, where it would lie outside the
+// plan, and everywhere if the plan is for more rows: it is another call's.
+__device__ inline bool find_tile(const PlanView& plan, TileKind kind, int64_t index, int64_t rows,
+                                 TileRows* found) {
   const bool decode = kind == TileKind::decode;
   const int64_t word = decode ? kTileWords * (1 + index) : plan.capacity - kTileWords * (1 + index);
   if (word < kTileWords || word > plan.capacity - kTileWords) return false;
   // Both are asked for at once; the tile counts only if the header says so.
   const PlanHeader header = *reinterpret_cast<const PlanHeader*>(plan.words);
   const Tile tile = *reinterpret_cast<const Tile*>(plan.words + word);
-  if (index >= (decode ? header.decode_tiles : header.prefill_tiles) || tile.count == 0) return false;
+  if (index >= (decode ? header.decode_tiles : header.prefill_tiles) || tile.count == 0 || header.rows > rows)
+    return false;
   const int64_t count = tile.count < 0 ? -static_cast<int64_t>(tile.count) : tile.count;
-  rows->first = tile.first;
-  rows->slot = tile.slot;
-  rows->count = static_cast<int32_t>(min(count, int64_t{decode ? kDecodeRows : kPrefillRows}));
-  rows->scale = tile.scale;
-  rows->gathered = tile.count < 0;
+  found->first = tile.first;
+  found->slot = tile.slot;
+  found->count = static_cast<int32_t>(min(count, int64_t{decode ? kDecodeRows : kPrefillRows}));
+  found->scale = tile.scale;
+  found->gathered = tile.count < 0;
   return true;
 }
 

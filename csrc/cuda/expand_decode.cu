@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const int warp_column = columns.first + threadIdx.x / kLanes * kBlocks * kBlockColumns;
   TileRows tile;
 #pragma unroll 1
-  for (int index = blockIdx.y; find_tile(args.plan, TileKind::decode, index, &tile); index += gridDim.y) {
+  for (int index = blockIdx.y; find_tile(args.plan, TileKind::decode, index, args.rows, &tile);
+       index += gridDim.y) {
     const SliceWeights<T> weights = find_slice<T>(args.site, tile.slot, columns.slice);
     if (weights.rank == 0 || weights.stride % 8 != 0) continue;
     BColumns<T, kGroups, kBlocks> b;
@@ -111,7 +112,7 @@ bool expand_serves(const ExpandArgs& args) {
     const Slice& slice = site.slices[i];
     whole_vectors &= slice.width % 8 == 0 && slice.offset % 8 == 0 && slice.offset + slice.width < 1 << 30;
   }
-  return is_compiled && whole_vectors && fits_grid(args);
+  return is_compiled && whole_vectors && fits_grid(args) && expand_prefill_has_room(site);
 }
 
 int expand_decode(const ExpandArgs& args, int h_parts, void* stream) {

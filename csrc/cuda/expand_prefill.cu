@@ -30,9 +30,9 @@ __host__ __device__ constexpr int ring_vectors(int groups) {
 // Ranks of h in shared memory, all of them, and the elements that keep the rows which lanes read at a time
 // apart in their banks.
 template <int kGroups, bool kIsLong>
-__host__ __device__ int hidden_ranks(int64_t max_rank) {
+__host__ __device__ int64_t hidden_ranks(int64_t max_rank) {
   constexpr int kRanks = kGroups * kGroupRanks;
-  return kIsLong ? static_cast<int>(ceil_div(max_rank, kRanks)) * kRanks : kRanks;
+  return kIsLong ? ceil_div(max_rank, kRanks) * kRanks : kRanks;
 }
 
 __host__ __device__ constexpr int hidden_padding(int groups) {
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(num_warps(kGroups) * kLanes, kCtas)
     TileRows& tile = tiles[own];
     SliceWeights<T> found{};
     if (find_tile(args.plan, is_decode ? TileKind::decode : TileKind::prefill,
-                  is_decode ? index : index - decode_tiles, &tile))
+                  is_decode ? index : index - decode_tiles, args.rows, &tile))
       found = find_slice<T>(args.site, tile.slot, columns.slice);
     if (found.rank == 0 || found.stride % 8 != 0) {
       found = {};
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(num_warps(kGroups) * kLanes, kCtas)
   };
 #pragma unroll 1
   for (int pass = 0; pass < kAhead; ++pass) ask_for_y(pass);
-  const int ranks = hidden_ranks<kGroups, kIsLong>(args.site.max_rank);
+  const int ranks = static_cast<int>(hidden_ranks<kGroups, kIsLong>(args.site.max_rank));
   const int pitch = ranks + hidden_padding(kGroups);
 #pragma unroll 1
   for (int own = 0; own < kOwn; ++own) {
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(num_warps(kGroups) * kLanes, kCtas)
       ask_for_y(pass + kAhead);
       continue;
     }
-    if (kOwn > 1 && pass == kTilePasses && own_weights[1].b != weights.b) {
+    if (kOwn > 1 && pass == kTilePasses && tiles[1].slot != tiles[0].slot) {
       weights = own_weights[1];
       b.load(weights, warp_column, width, 0);
       b.arrange();
@@ -188,13 +188,24 @@ __global__ void __launch_bounds__(num_warps(kGroups) * kLanes, kCtas)
 #endif
 }
 
+// For the ring and h: the rest is more than the kernel has besides.
+int most_shared_bytes() {
+  return current_device().shared_bytes - 2048;
+}
+
+template <int kGroups, int kOwn, bool kIsLong>
+int64_t shared_bytes(int64_t max_rank) {
+  const int64_t pitch = hidden_ranks<kGroups, kIsLong>(max_rank) + hidden_padding(kGroups);
+  return ring_vectors(kGroups) * 16 + kOwn * kPrefillRows * pitch * 2;
+}
+
 template <typename T, int kGroups, int kOwn, int kCtas, bool kIsLong>
 int launch_expand(const ExpandArgs& args, int64_t decode_tiles, int64_t tiles, void* stream) {
   const auto kernel = expand_prefill_kernel<T, kGroups, kOwn, kCtas, kIsLong>;
-  const int pitch = hidden_ranks<kGroups, kIsLong>(args.site.max_rank) + hidden_padding(kGroups);
-  const int shared = ring_vectors(kGroups) * 16 + kOwn * kPrefillRows * pitch * static_cast<int>(sizeof(T));
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes());
   if (error != cudaSuccess) return error;
+  const int64_t shared = shared_bytes<kGroups, kOwn, kIsLong>(args.site.max_rank);
   const dim3 grid(count_column_ctas(args.site, num_warps(kGroups) * kBlockColumns), ceil_div(tiles, kOwn));
   return launch(kernel, grid, num_warps(kGroups) * kLanes, 1, stream, shared, args,
                 static_cast<int>(decode_tiles));
@@ -221,6 +232,10 @@ int expand(const ExpandArgs& args, bool with_decode, void* stream) {
 }
 
 }  // namespace
+
+bool expand_prefill_has_room(const Site& site) {
+  return shared_bytes<4, 1, true>(site.max_rank) <= most_shared_bytes();
+}
 
 int expand_prefill(const ExpandArgs& args, bool with_decode, void* stream) {
   return args.site.dtype == DType::bf16 ? expand<__nv_bfloat16>(args, with_decode, stream)

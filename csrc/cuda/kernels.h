@@ -26,6 +26,8 @@ int shrink_prefill(const ShrinkArgs& args, void* stream);
 // h_parts: arrays [rows, num_slices, max_rank] behind one another at args.h, whose sum is h. More than one
 // only at rank 16 and below.
 int expand_decode(const ExpandArgs& args, int h_parts, void* stream);
+// Whether h of a tile of the site finds room in shared memory.
+bool expand_prefill_has_room(const Site& site);
 // with_decode: tiles of both kinds.
 int expand_prefill(const ExpandArgs& args, bool with_decode, void* stream);
 // Both halves in one launch, where no plan of these rows has prefill tiles.

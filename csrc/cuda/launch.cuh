@@ -43,6 +43,7 @@ bool fits_grid(const Args& args) {
 struct Device {
   int capability;  // 90 for sm_90
   int multiprocessors;
+  int shared_bytes;  // of a CTA at most
 };
 
 inline Device current_device() {
@@ -55,6 +56,7 @@ inline Device current_device() {
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
     cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, index);
+    cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
     device.capability = 10 * major + minor;
     known = index;
   }

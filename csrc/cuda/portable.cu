@@ -67,10 +67,11 @@ struct RowBlock {
 };
 
 // Block `index` of the tiles of a kind. False where it is empty or past the last tile.
-__device__ bool find_row_block(const PlanView& plan, TileKind kind, int64_t index, RowBlock* block) {
+__device__ bool find_row_block(const PlanView& plan, TileKind kind, int64_t index, int64_t rows,
+                               RowBlock* block) {
   const int blocks = kind == TileKind::decode ? 1 : kPrefillBlocks;
   block->first = static_cast<int>(index % blocks) * kBlockRows;
-  return find_tile(plan, kind, index / blocks, &block->tile) && block->first < block->tile.count;
+  return find_tile(plan, kind, index / blocks, rows, &block->tile) && block->first < block->tile.count;
 }
 
 // ---- Shrink ----
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(kShrinkThreads, sizeof(T) == 2 ? 2 : 1)
   const int slice = blockIdx.y;
   const int first_rank = blockIdx.x * kShrinkRanks;
   RowBlock block;
-  if (!find_row_block(args.plan, kind, first_block + blockIdx.z, &block)) return;
+  if (!find_row_block(args.plan, kind, first_block + blockIdx.z, args.rows, &block)) return;
   const SliceWeights<T> weights = find_slice<T>(args.site, block.tile.slot, slice);
   if (first_rank >= weights.rank) return;
 
@@ -236,7 +237,8 @@ __global__ void __launch_bounds__(kExpandThreads, 4)
   const int64_t first_column = int64_t{blockIdx.x} * kExpandColumns;
   const int64_t width = args.site.slices[slice].width;
   RowBlock block;
-  if (first_column >= width || !find_row_block(args.plan, kind, first_block + blockIdx.z, &block)) return;
+  if (first_column >= width || !find_row_block(args.plan, kind, first_block + blockIdx.z, args.rows, &block))
+    return;
   const SliceWeights<T> weights = find_slice<T>(args.site, block.tile.slot, slice);
   if (weights.rank == 0) return;
 

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   const int first_rank = blockIdx.z / args.site.num_slices * kRanks;
   let_next_kernel_start();
   TileRows tile;
-  if (!find_tile(args.plan, TileKind::decode, blockIdx.y, &tile)) return leave_idle();
+  if (!find_tile(args.plan, TileKind::decode, blockIdx.y, args.rows, &tile)) return leave_idle();
   const SliceWeights<T> weights = find_slice<T>(args.site, tile.slot, slice);
   if (first_rank >= weights.rank) return leave_idle();
 

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kOwn* kThreads)
   bool is_shared = kOwn == 2;  // A, by both tiles: each warpgroup copies half of it
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
-    if (!find_tile(args.plan, TileKind::prefill, blockIdx.y * kOwn + i, &tiles_of_cta[i]))
+    if (!find_tile(args.plan, TileKind::prefill, blockIdx.y * kOwn + i, args.rows, &tiles_of_cta[i]))
       tiles_of_cta[i] = {};
     is_shared &= tiles_of_cta[i].slot == tiles_of_cta[0].slot;
   }

@@ -56,10 +56,10 @@ def lora_shrink(
         h, which is ``out`` where it was given.
 
     Raises:
-        PlanMismatch: the plan is for another number of rows.
+        PlanMismatch: the plan is for another number of rows, or over more slots than the site's.
         RuntimeError: a shape, dtype, stride or device that does not fit, with both values.
     """
-    _check_rows(x, plan)
+    _check_plan(plan, x, site)
     if out is None:
         out = x.new_empty(x.shape[0], len(site.widths), site.max_rank, dtype=torch.float32)
     if site.backend == "native":
@@ -82,7 +82,7 @@ def lora_expand_(y: torch.Tensor, h: torch.Tensor, site: LoraSite, plan: StepPla
     Raises:
         PlanMismatch, RuntimeError: as ``lora_shrink``.
     """
-    _check_rows(y, plan)
+    _check_plan(plan, y, site)
     if site.backend == "native":
         _expand(y, h, site.weights, site.table, plan.buffer, site.entry, site.widths)
     else:
@@ -107,7 +107,7 @@ def lora_apply_(y: torch.Tensor, x: torch.Tensor, site: LoraSite, plan: StepPlan
     Raises:
         PlanMismatch, RuntimeError: as ``lora_shrink``.
     """
-    _check_rows(x, plan)
+    _check_plan(plan, x, site)
     if site.backend == "native":
         scratch = plan.scratch
         width = len(site.widths) * site.max_rank
@@ -150,7 +150,7 @@ def lora_start(x: torch.Tensor, site: LoraSite, plan: StepPlan) -> StartedDelta:
     Raises:
         PlanMismatch, RuntimeError: as ``lora_shrink``.
     """
-    _check_rows(x, plan)
+    _check_plan(plan, x, site)
     delta, scratch = beside_memory(x, site)
     if site.backend == "native":
         _start(
@@ -183,7 +183,7 @@ def lora_finish_(y: torch.Tensor, started: StartedDelta) -> torch.Tensor:
         PlanMismatch, RuntimeError: as ``lora_shrink``.
     """
     x, site, plan, delta, scratch = started
-    _check_rows(y, plan)
+    _check_plan(plan, y, site)
     if site.backend == "native":
         _finish(
             y, delta, scratch, x, site.weights, site.table, plan.buffer,
@@ -214,7 +214,7 @@ def lora_embedding_(
         PlanMismatch, RuntimeError: as ``lora_shrink``; on the CPU also an id below -1 or past the
             vocabulary, and nothing is written.
     """
-    _check_rows(ids, plan)
+    _check_plan(plan, ids, site)
     if site.backend == "native":
         _embedding(
             y, ids, site.weights, site.table, plan.buffer,
@@ -225,10 +225,17 @@ def lora_embedding_(
     return y
 
 
-def _check_rows(rows: torch.Tensor, plan: StepPlan) -> None:
+def _check_plan(plan: StepPlan, rows: torch.Tensor, site: LoraSite) -> None:
     # A graph being traced is used with later plans: there the operator checks what it can.
-    if not torch.compiler.is_compiling() and rows.shape[0] != plan.rows:
+    if torch.compiler.is_compiling():
+        return
+    if rows.shape[0] != plan.rows:
         raise PlanMismatch(
             f"got {rows.shape[0]} rows, the plan is for {plan.rows}: plan the step that these rows "
             "are of, padding rows as a base segment"
+        )
+    if plan.num_slots > site.num_slots:
+        raise PlanMismatch(
+            f"the plan is over {plan.num_slots} slots, the site has {site.num_slots}: plan for the "
+            "site's num_slots"
         )

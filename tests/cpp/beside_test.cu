@@ -10,16 +10,12 @@ class CudaBesideTest : public CudaTest {
  protected:
   void SetUp() override {
     CudaTest::SetUp();
-    if (IsSkipped()) return;
-    cudaDeviceProp device;
-    EXPECT_CUDA(cudaGetDeviceProperties(&device, 0));
-    if (device.major < 9 || is_portable_forced()) GTEST_SKIP() << "made on sm_90 and later";
+    if (!IsSkipped() && !has_tuned_kernels()) GTEST_SKIP() << "made on sm_90 and later";
   }
 };
 
 template <typename T>
 class CudaBeside : public CudaBesideTest {};
-using HalfTypes = testing::Types<__half, __nv_bfloat16>;
 TYPED_TEST_SUITE(CudaBeside, HalfTypes);
 
 // A problem whose y gets its deltas in two halves. `shift`: elements by which y lies behind an aligned place.

@@ -32,6 +32,14 @@ class CudaTest : public testing::Test {
   }
 };
 
+using HalfTypes = testing::Types<__half, __nv_bfloat16>;
+
+// Whether the device at hand runs the kernels tuned for it.
+inline bool has_tuned_kernels() {
+  cudaDeviceProp device;
+  return !is_portable_forced() && cudaGetDeviceProperties(&device, 0) == cudaSuccess && device.major >= 9;
+}
+
 #define EXPECT_CUDA(call) EXPECT_EQ(static_cast<cudaError_t>(call), cudaSuccess)
 
 // Everything runs on a stream that does not wait for the default one.
@@ -206,7 +214,7 @@ struct Problem {
         ids(rows),
         y_before(make_matrix<T>(rows, y_stride,
                                 [&](int64_t row, int64_t n) { return shape.y(row, n - shape.pad); })),
-        h_before(rows * shape.slices() * shape.max_rank, -7.f),
+        h_before(rows * shape.slices() * shape.max_rank, NAN),
         x(make_matrix<T>(
             rows, x_stride,
             [&](int64_t row, int64_t k) { return k < shape.pad ? NAN : shape.x(row, k - shape.pad); })),

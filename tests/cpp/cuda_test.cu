@@ -30,9 +30,9 @@ TYPED_TEST(CudaKernels, ShrinkExpandAndApplyMatchTheDefinition) {
       {{33, {7, 33}, {8, 1}, 8, 3}, 9, {1, 2, 3, 0}},
       {{4095, {33}, {129, 8}, 136, 1}, 9, {1, 2}},
       {{4104, {300, 7}, {264, 24}, 264, 8}, 9, {2, 1, 1}},
-      {{72, {520}, {24, 1}, 24, 8}, 64, {1}},
-      {{72, {520, 8}, {24, 7}, 24, 8}, 65, {1, 0}},
-      {{40, {16, 16, 8}, {16, 8, 0}, 16, 0, Kind::stacked}, 65, {1, 2, 3}},
+      {{72, {520}, {24, 1}, 24, 8}, 130, {1}},
+      {{72, {520, 8}, {24, 7}, 24, 8}, 140, {1, 0}},
+      {{40, {16, 16, 8}, {16, 8, 0}, 16, 0, Kind::stacked}, 200, {1, 2, 3}},
       {{40, {24}, {5, 24}, 24, 0, Kind::stacked}, 130, {3}},
       {{2056, {24}, {8}, 8, 0}, 65, {2}},
       // few tiles, in one kernel: ranks in one and two parts, K in any number of steps, absent slices
@@ -47,6 +47,10 @@ TYPED_TEST(CudaKernels, ShrinkExpandAndApplyMatchTheDefinition) {
       {{4104, {72, 8, 16}, {64, 40}, 64, 0}, 200, {1, 2}},
       {{72, {520}, {16}, 16, 8}, 9000, {1, 2, 3}},
       {{40, {264}, {5, 60}, 64, 0, Kind::stacked}, 300, {3, 3, 1}},
+      {{72, {520}, {136, 24}, 136, 0}, 300, {1}},
+      {{72, {520}, {136, 24}, 136, 0}, 300, {1, 2}},
+      {{72, {40, 1032}, {16, 64}, 64, 8}, 300, {1}},
+      {{8, {40}, {1480, 8}, 1480, 0}, 70, {1}},  // h of a tile has no room in shared memory
       {{36, {8}, {12}, 16, 0}, 1, {0}},
       {{36, {8}, {12}, 16, 0}, 1, {3}},
   };
@@ -69,7 +73,7 @@ TYPED_TEST(CudaKernels, ShrinkExpandAndApplyMatchTheDefinition) {
 
 TYPED_TEST(CudaKernels, EmbeddingMatchesTheDefinitionAndUnknownIdsTouchNothing) {
   for (const auto& [rows, slots] :
-       {std::pair<int64_t, std::vector<int32_t>>{9, {1, 2, 0}}, {65, {1}}, {70, {1, 0}}}) {
+       {std::pair<int64_t, std::vector<int32_t>>{9, {1, 2, 0}}, {65, {1}}, {140, {1, 0}}}) {
     Problem<TypeParam> problem({100, {300, 5}, {24, 129, 0, 1}, 136, 3, Kind::embedding}, rows);
     problem.set_plan(slots);
     std::vector<int64_t>& ids = problem.ids;
@@ -108,64 +112,6 @@ TEST_F(CudaTest, TilesThatShareACtaMatchTheDefinition) {
   }
 }
 
-constexpr int64_t kRowsOfBits = 65;
-
-// y of every row under slot 1 in a tile of this kind. The plans are of kRowsOfBits rows: all of slot 1, or a
-// third.
-template <typename T>
-std::vector<std::vector<T>> rows_in_tiles(const Shape& shape, TileKind kind) {
-  const std::vector<std::vector<int32_t>> plans =
-      kind == TileKind::prefill ? std::vector<std::vector<int32_t>>{{1}}
-                                : std::vector<std::vector<int32_t>>{{1, 2, 3}, {3, 1, 2}, {2, 3, 1}};
-  std::vector<std::vector<T>> rows(kRowsOfBits);
-  for (const std::vector<int32_t>& slots : plans) {
-    Problem<T> problem(shape, kRowsOfBits);
-    problem.set_plan(slots);
-    EXPECT_CUDA(apply_cuda(problem.args(), stream()));
-    const std::vector<T> y = problem.y.read();
-    for (int64_t row = 0; row < kRowsOfBits; ++row) {
-      const auto at = y.begin() + row * problem.y_stride + shape.pad;
-      if (problem.segments[row].slot == 1) rows[row].assign(at, at + shape.width());
-    }
-  }
-  return rows;
-}
-
-// Tiles contiguous and gathered, full and not, next to others and alone, aligned (pad 0) and not. Where the
-// portable kernels serve, the kind of tile does not matter either.
-TYPED_TEST(CudaKernels, BitsOfARowDependOnNothingElse) {
-  for (const auto& [rank, pad] : {std::pair<int32_t, int64_t>{136, 0}, {136, 1}, {64, 0}, {16, 0}}) {
-    SCOPED_TRACE(testing::Message() << "rank " << rank << ", pad " << pad);
-    Shape shape{4104, {304}, {rank, 8}, rank, pad};
-    shape.exact = false;
-    const auto decode = rows_in_tiles<TypeParam>(shape, TileKind::decode);
-    const auto prefill = rows_in_tiles<TypeParam>(shape, TileKind::prefill);
-    const bool is_portable =
-        is_portable_forced() || !shrink_decode_serves(Problem<TypeParam>(shape, 1).args().shrink);
-    EXPECT_EQ(is_portable, is_portable_forced() || pad != 0 || sizeof(TypeParam) == 4);
-    for (int64_t row = 0; row < kRowsOfBits && is_portable; ++row)
-      expect_same_bits(decode[row], prefill[row]);
-    for (const int64_t rows : {int64_t{1}, kRowsOfBits}) {
-      for (const std::vector<int32_t>& slots : std::vector<std::vector<int32_t>>{
-               {1}, {1, 0}, {1, 2}, {0, 0, 1}, {2, 1, 1, 3, 0}, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1}}) {
-        Problem<TypeParam> problem(shape, rows);
-        problem.set_plan(slots);
-        EXPECT_CUDA(apply_cuda(problem.args(), stream()));
-        const std::vector<TypeParam> got = problem.y.read();
-        const auto is_ours = [](const PlanSegment& segment) { return segment.slot == 1; };
-        const bool in_prefill =
-            std::count_if(problem.segments.begin(), problem.segments.end(), is_ours) > kMaxDecodeRowsOfSlot;
-        for (int64_t row = 0; row < rows; ++row) {
-          if (problem.segments[row].slot != 1) continue;
-          const auto at = got.begin() + row * problem.y_stride + pad;
-          expect_same_bits(std::vector<TypeParam>(at, at + shape.width()),
-                           (in_prefill ? prefill : decode)[row]);
-        }
-      }
-    }
-  }
-}
-
 TYPED_TEST(CudaKernels, DamagedPlansAndTablesTouchNothing) {
   const Shape shape{40, {24}, {8}, 8, 0};
   using Words = std::vector<int32_t>;
@@ -192,6 +138,8 @@ TYPED_TEST(CudaKernels, DamagedPlansAndTablesTouchNothing) {
     check("decode tiles", v, 8, {1}, [v](Words& words, SlotEntry&) { words[0] = v; });
     check("prefill tiles", v, 40, {1}, [v](Words& words, SlotEntry&) { words[1] = v; });
   }
+  check("rows", 9, 8, {1}, [](Words& words, SlotEntry&) { words[2] = 9; });
+  check("rows", 41, 40, {1}, [](Words& words, SlotEntry&) { words[2] = 41; });
   for (const int32_t v : {0, -1, kSlots, INT32_MIN, INT32_MAX}) {
     check("slot", v, 8, {1}, [&](Words& words, SlotEntry&) { decode(words, kSlot) = v; });
     check("slot", v, 40, {1}, [&](Words& words, SlotEntry&) { prefill(words, kSlot) = v; });
@@ -241,8 +189,14 @@ TYPED_TEST(CudaKernels, TilesOutsideTheCapacityAreNotRead) {
 
 TYPED_TEST(CudaKernels, RandomPlansAndTablesStayInsideTheTensors) {
   std::mt19937 random(7);
-  for (const Kind kind : {Kind::linear, Kind::stacked, Kind::embedding}) {
-    Problem<TypeParam> problem({40, {24, 300}, {8, 16}, 16, 3, kind}, 70);
+  // The portable kernels, then the tuned ones: in one kernel, in tiles of both kinds, in a long step.
+  for (const auto& [shape, rows] : {std::pair<Shape, int64_t>{{40, {24, 300}, {8, 16}, 16, 3}, 70},
+                                    {{40, {24, 300}, {8, 16}, 16, 3, Kind::stacked}, 70},
+                                    {{40, {24, 300}, {8, 16}, 16, 3, Kind::embedding}, 70},
+                                    {{40, {24, 304}, {8, 16}, 16, 8}, 20},
+                                    {{40, {24, 304}, {8, 16}, 16, 8}, 70},
+                                    {{40, {24, 304}, {8, 16}, 16, 8}, 300}}) {
+    Problem<TypeParam> problem(shape, rows);
     problem.set_plan({1});
     const auto any_word = [&]() -> int32_t {
       const int32_t edges[] = {INT32_MIN, INT32_MAX, -64, -9, -8, -1, 0, 1, 2, 3, 8, 9, 64, 65};
@@ -254,6 +208,7 @@ TYPED_TEST(CudaKernels, RandomPlansAndTablesStayInsideTheTensors) {
       std::vector<int32_t> words(problem.plan.size());
       std::generate(words.begin(), words.end(), any_word);
       words[0] = any_word() % 16;
+      words[2] = std::min<int64_t>(words[2], rows);
       for (size_t i = 4; i < words.size(); i += 4) words[i] = any_word() % (kSlots + 1);
       std::vector<SlotEntry> table(problem.table.size());
       for (SlotEntry& entry : table) {
@@ -264,7 +219,7 @@ TYPED_TEST(CudaKernels, RandomPlansAndTablesStayInsideTheTensors) {
       problem.plan.write(words);
       problem.table.write(table);
       Buffer<int32_t> ids_buffer(ids);
-      if (kind == Kind::embedding) {
+      if (shape.kind == Kind::embedding) {
         EXPECT_CUDA(embedding_cuda(problem.embedding_args(ids_buffer.data(), false), stream()));
       } else {
         EXPECT_CUDA(apply_cuda(problem.args(), stream()));
@@ -342,46 +297,66 @@ TEST_F(CudaTest, RowsMayExceedOneGrid) {
   expect_same_bits(problem.y.read(), problem.want_y());
 }
 
-// Everything of the second row, and the weights, lies past 4 GiB of one allocation.
+// The last row of x and of y, and the weights, lie past 2^31 elements of one allocation.
 TEST_F(CudaTest, OffsetsAreSixtyFourBitsWide) {
   using T = __nv_bfloat16;
-  constexpr int64_t kStride = (int64_t{1} << 31) + 64;  // elements
-  constexpr int64_t kX = 0, kY = 64, kA = kStride + 128, kB = kA + 64;
+  constexpr int64_t kRows31 = int64_t{1} << 31, kA = kRows31 + (1 << 28), kB = kA + 64, kEnd = kB + 64;
   T* memory = nullptr;
-  if (cudaMalloc(&memory, (kStride + 1024) * sizeof(T)) != cudaSuccess) {
+  if (cudaMalloc(&memory, kEnd * sizeof(T)) != cudaSuccess) {
     cudaGetLastError();
-    GTEST_SKIP() << "no room for 4 GiB";
+    GTEST_SKIP() << "no room for 4.8 GB";
   }
   const auto fill = [&](int64_t at, int64_t count, float value) {
     const std::vector<T> values(count, static_cast<T>(value));
     EXPECT_CUDA(
         cudaMemcpyAsync(memory + at, values.data(), count * sizeof(T), cudaMemcpyHostToDevice, stream()));
   };
-  fill(kX, 8, 1);
-  fill(kX + kStride, 8, 2);
-  fill(kY, 8, 0);
-  fill(kY + kStride, 8, 0);
   fill(kA, 64, 1);
   fill(kB, 64, 1);
-  Problem<T> problem({8, {8}, {8}, 8, 0}, 2);
-  problem.set_plan({1});
-  std::vector<SlotEntry> table = problem.table.read();
-  table[problem.site.num_entries + 1] = {kA * sizeof(T) / kBlockAlign, kB * sizeof(T) / kBlockAlign, 8, 1.f};
-  problem.table.write(table);
-  ApplyArgs args = problem.args();
-  Slice& slice = args.shrink.site.slices[0];
-  slice.a = slice.b = reinterpret_cast<const std::byte*>(memory);
-  slice.a_bytes = slice.b_bytes = (kStride + 1024) * sizeof(T);
-  args.expand.site = args.shrink.site;
-  args.shrink.x = memory + kX;
-  args.expand.y = memory + kY;
-  args.shrink.x_stride = args.expand.y_stride = kStride;
-  EXPECT_CUDA(apply_cuda(args, stream()));
-  EXPECT_CUDA(cudaStreamSynchronize(stream()));
-  for (const int64_t row : {0, 1}) {
-    std::vector<T> got(8);
-    EXPECT_CUDA(cudaMemcpy(got.data(), memory + kY + row * kStride, sizeof(T) * 8, cudaMemcpyDeviceToHost));
-    expect_same_bits(got, std::vector<T>(8, static_cast<T>(0.5f * 64 * (1 + row))));
+  for (const int64_t rows : {2, 70}) {
+    const int64_t stride = kRows31 / (rows - 1) + 64;
+    constexpr int64_t kY = 64;  // of a row, behind its x
+    Problem<T> problem({8, {8}, {8}, 8, 0}, rows);
+    problem.set_plan({1});
+    std::vector<SlotEntry> table = problem.table.read();
+    table[problem.site.num_entries + 1] = {kA * sizeof(T) / kBlockAlign, kB * sizeof(T) / kBlockAlign, 8,
+                                           1.f};
+    problem.table.write(table);
+    ApplyArgs args = problem.args();
+    Slice& slice = args.shrink.site.slices[0];
+    slice.a = slice.b = reinterpret_cast<const std::byte*>(memory);
+    slice.a_bytes = slice.b_bytes = kEnd * sizeof(T);
+    args.expand.site = args.shrink.site;
+    args.shrink.x = memory;
+    args.expand.y = memory + kY;
+    args.shrink.x_stride = args.expand.y_stride = stride;
+    const auto portable = [&](TileKind kind) {
+      const int error = shrink_portable(kind, args.shrink, stream());
+      return error != cudaSuccess ? error : expand_portable(kind, args.expand, stream());
+    };
+    std::vector<std::function<int()>> forms = {
+        [&] { return apply_cuda(args, stream()); },
+        [&] { return portable(rows <= kMaxDecodeRowsOfSlot ? TileKind::decode : TileKind::prefill); }};
+    if (rows <= kMaxDecodeRowsOfSlot && shrink_decode_serves(args.shrink)) {
+      forms.push_back([&] {
+        const int error = shrink_decode(args.shrink, stream());
+        return error != cudaSuccess ? error : expand_decode(args.expand, 1, stream());
+      });
+    }
+    for (const auto& form : forms) {
+      for (const int64_t row : {int64_t{0}, rows - 1}) {
+        fill(row * stride, 8, 1 + row % 2);
+        fill(row * stride + kY, 8, 0);
+      }
+      EXPECT_CUDA(form());
+      for (const int64_t row : {int64_t{0}, rows - 1}) {
+        std::vector<T> got(8);
+        EXPECT_CUDA(cudaMemcpyAsync(got.data(), memory + row * stride + kY, sizeof(T) * 8,
+                                    cudaMemcpyDeviceToHost, stream()));
+        EXPECT_CUDA(cudaStreamSynchronize(stream()));
+        expect_same_bits(got, std::vector<T>(8, static_cast<T>(0.5f * 64 * (1 + row % 2))));
+      }
+    }
   }
   EXPECT_CUDA(cudaFree(memory));
 }
