@@ -127,8 +127,8 @@ def begin_step_rows(folder: Path, device: str, turns: int) -> list[dict[str, Any
 def planner_row(figure: str, segments: int, length: int, turns: int) -> dict[str, Any]:
     """A plan of ``segments`` segments over 64 slots, written to host memory."""
     plan = StepPlan(segments * length, ADAPTERS + 1)
-    slots = [1 + i % ADAPTERS for i in range(segments)]
-    lengths, scales = [length] * segments, [1.0] * segments
+    slots = tuple(1 + i % ADAPTERS for i in range(segments))
+    lengths, scales = (length,) * segments, (1.0,) * segments
     seconds = _seconds(lambda: plan.update(slots, lengths, scales), turns)
     return {
         "figure": figure,

@@ -199,7 +199,7 @@ def test_refuses_arguments_that_do_not_belong_together() -> None:
 
 def test_numbers_that_are_one_object_and_others_are_read_alike() -> None:
     one, two = Plan(4096), Plan(4096)
-    rows, scales = [1, 1, 1000, 1000, 2], [0.5, 0.5, 2.0, 0.5, 0.5]
+    rows, scales = [1, 1, 500, 500, 2], [0.5, 0.5, 2.0, 0.5, 0.5]
     one.write(list(zip([1, 2, 1, 2, 1], rows, scales, strict=True)), 3)
     copies = ([int(str(count)) for count in rows], [float(str(scale)) for scale in scales])
     two.write(list(zip([1, 2, 1, 2, 1], *copies, strict=True)), 3)
@@ -219,7 +219,7 @@ def test_a_steps_segments_are_planned_as_its_slots_and_rows(
 ) -> None:
     step = _host.Step(segments)
     named = dict.fromkeys(name for name, length, _ in segments if name is not None and length)
-    assert step.adapters == list(named)
+    assert step.adapters == tuple(named)
 
     slot_of = dict(zip(named, (5, 2, 7), strict=False))
     rows = [length // grouping if grouping else min(length, 1) for _, length, _ in segments]
@@ -242,14 +242,14 @@ def test_a_steps_segments_are_planned_as_its_slots_and_rows(
 def test_a_steps_plans_lie_each_in_its_place() -> None:
     step = _host.Step([("a", 4, 1.0), (None, 8, 1.0), ("b", 4, 0.5), ("a", 4, 1.0)])
     groupings = [1, 4, 0]
-    alone, together = [Plan(64) for _ in groupings], torch.full((200,), CANARY, dtype=torch.int32)
-    places = [_host.Place(MOST_ROWS, 8, start, 64) for start in (128, 0, 64)]
+    alone, together = [Plan(80) for _ in groupings], torch.full((240,), CANARY, dtype=torch.int32)
+    places = [_host.Place(MOST_ROWS, 8, start, 80) for start in (160, 0, 80)]
     planner, slots = _host.Planner(), [_host.Slot(5), _host.Slot(2)]
     written = planner.plan_step(step, slots, groupings, places, together.data_ptr())
     assert [rows for rows, _ in written] == step.rows(groupings) == [20, 5, 4]
-    for grouping, start, plan in zip(groupings, (128, 0, 64), alone, strict=True):
+    for grouping, start, plan in zip(groupings, (160, 0, 80), alone, strict=True):
         planner.plan_step(step, slots, [grouping], [plan.place(8)], plan.memory.data_ptr())
-        assert torch.equal(together[start : start + 64], plan.words)
+        assert torch.equal(together[start : start + 80], plan.words)
 
 
 def test_plans_that_share_memory_are_written_and_moved_together() -> None:
@@ -272,6 +272,7 @@ def test_plans_that_share_memory_are_written_and_moved_together() -> None:
         with pytest.raises(PlanMismatch, match=r"the step has \d rows, the plan holds \d"):
             write(*refused)
         assert (tokens.rows, lengths.rows) == (4, 2)
+        assert slots_and_rows(tokens.tiles() + lengths.tiles()) == few
     tokens.reserve(40)
     assert (tokens.max_rows, lengths.max_rows) == (40, 2)
     assert buffers[0].data_ptr() != tokens.buffer.data_ptr()
@@ -291,7 +292,7 @@ def test_equal_adapters_are_one_whatever_objects_they_are() -> None:
     twice = [*names, *map(Name, names), *(name.encode().decode() for name in reversed(names))]
     keys = [*twice, (1, 2), 2**70, (1, 2), 2**70]
     step = _host.Step([(key, 1, 1.0) for key in keys])
-    assert step.adapters == [*names, (1, 2), 2**70]
+    assert step.adapters == (*names, (1, 2), 2**70)
     plan, slots = Plan(_host.plan_capacity(len(keys), 400)), list(range(1, 303))
     leased, place = [_host.Slot(i) for i in slots], plan.place(400)
     _host.Planner().plan_step(step, leased, [1], [place], plan.memory.data_ptr())
@@ -364,16 +365,42 @@ def test_slots_are_leased_all_or_none_and_released_once_each() -> None:
     def state() -> list[tuple[int, int, object]]:
         return [(slot.leases, slot.used_at, slot.idle) for slot in slot_of.values()]
 
-    assert _host.lease(slot_of, [a, c], 1, 7) is None
+    once: list[_host.Slot] = []
+    twice: list[_host.Slot] = []
+    assert not _host.lease(slot_of, [a, c], 7, once)
     assert state() == [(0, 0, None)] * 2
-    assert _host.lease(slot_of, [], 1, 7) == []
-    once, twice = _host.lease(slot_of, [a], 1, 7), _host.lease(slot_of, [b, a, a], 1, 8)
+    assert _host.lease(slot_of, [], 7, once)
+    assert once == []
+    assert _host.lease(slot_of, [a], 7, once)
+    assert _host.lease(slot_of, [b, a, a], 8, twice)
     assert once == [slot_of[a]]
     assert twice == [slot_of[b], slot_of[a], slot_of[a]]
     assert state() == [(3, 8, None), (1, 8, None)]
-    assert _host.lease(slot_of, [b], 0, 9) == [slot_of[b]]
+    assert _host.lease(slot_of, [b], 9, None)
     assert state() == [(3, 8, None), (1, 9, None)]
-    held = {b: slot_of[b]}  # a is unloaded
-    assert _host.release(once, "first", held) == []  # type: ignore[arg-type]
-    assert _host.release(twice, "second", held) == [slot_of[a]]  # type: ignore[arg-type]
+    still = {b: slot_of[b]}  # a is unloaded
+    assert _host.release(once, "first", still) == []  # type: ignore[arg-type]
+    assert _host.release(twice, "second", still) == [slot_of[a]]  # type: ignore[arg-type]
+    assert _host.release(twice, "third", still) == []  # type: ignore[arg-type]
+    assert once == twice == []
     assert state() == [(0, 8, "second"), (0, 9, "second")]
+
+
+def test_lists_that_change_while_they_are_read_are_read_as_they_were() -> None:
+    class Growing(str):
+        def __hash__(self) -> int:
+            segments.extend([("more", 1, 1.0)] * 1000)
+            return super().__hash__()
+
+    segments: list[tuple[str, int, float]] = []
+    segments += [(Growing("a"), 1, 1.0), ("b", 2, 1.0)]
+    step = _host.Step(segments)
+    assert step.adapters == ("a", "b")
+    assert step.rows([1]) == [3]
+
+
+def test_a_number_past_64_bits_is_refused_as_one_past_32() -> None:
+    with pytest.raises(
+        ValueError, match=r"tokens\[0\] is 9223372036854775808, which does not fit 32"
+    ):
+        _host.Step([("a", 2**63, 1.0)])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from unittest import mock
 
 import pytest
 import torch
@@ -208,6 +211,10 @@ def test_C124_C128_base_only_steps_need_no_slot_and_have_their_own_capture_key(s
     assert pool.capture_key(base, 8) == LoraBaseOnly(8)
     assert pool.capture_key(LoraStep(), 8) == LoraBaseOnly(8)
     assert pool.capture_key(mixed, 8) == 8
+    nobody = LoraStep((Segment(None, 2), Segment("a", 0)))
+    assert pool.capture_key(nobody, 8) == LoraBaseOnly(8)
+    with pool.begin_step(nobody) as lease:
+        assert lease.base_only
     steps = [base, mixed, LoraStep(), LoraStep((Segment("a", 5),) * 3)]
     assert {pool.capture_key(step, 8) for step in steps} == {8, LoraBaseOnly(8)}
     with pool.begin_step(base) as lease:
@@ -288,6 +295,87 @@ def test_C131_a_load_cut_short_between_two_good_steps_leaves_no_trace(serve, tmp
     assert_serves(pool, "a")
     write(tmp_path, "bad", "q")
     assert_serves(pool, "a", "bad")
+
+
+@pytest.mark.parametrize("broken", ["copy_", "sub_"])  # of an image's bytes; of a moved row
+def test_C131_an_installation_that_breaks_off_serves_nobody_with_what_it_wrote(
+    serve, monkeypatch, broken
+):
+    adapters = {"a": "q", "b": "qv", "c": "q", "d": "qv"}
+    pool = serve(adapters, max_slots=9, arena_bytes=4 * MODULE_BYTES)
+    for names in ("a", "b", "c", "b"):
+        run(pool, *names)
+    pool._store.get(pool.spec.registration("d"))
+    monkeypatch.setattr(torch.Tensor, broken, mock.Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        run(pool, "d", "b")
+    monkeypatch.undo()
+    for names in ("b", "db", "ac"):
+        assert_serves(pool, *names)
+    placed = pool._arena._placement.spans
+    assert set(placed) == {slot.index for slot in pool._slots if slot.holds}
+    assert not any(slot.leases for slot in pool._slots)
+
+
+def test_a_release_that_fails_can_be_done_again(serve):
+    pool = serve({"a": "q"})
+    lease = pool.begin_step(LoraStep((Segment("a", 1),)))
+    with mock.patch.object(pool._arena, "stream", mock.Mock()):
+        with (
+            mock.patch.object(pool._arena, "mark", side_effect=RuntimeError),
+            pytest.raises(RuntimeError),
+        ):
+            lease.release()
+        assert [slot.leases for slot in pool._slots] == [1, 0]
+        with mock.patch.object(pool._arena, "mark", return_value=None):
+            lease.release()
+            lease.release()
+    assert [slot.leases for slot in pool._slots] == [0, 0]
+
+
+def test_a_closed_pool_holds_nothing_and_says_so(serve):
+    pool = serve({"a": "q"})
+    lease = pool.begin_step(LoraStep((Segment("a", 1),)))
+    site, plan = pool.site("q", 0), pool.plan(1)
+    pool.close()
+    pool.close()
+    assert pool.counters["on_host"] == pool.counters["resident"] == []
+    assert (site.weights, plan.buffer.numel(), plan.scratch.numel()) == ([], 0, 0)
+    with pytest.raises(PoolExhausted, match="the pool is closed"):
+        pool.begin_step(LoraStep((Segment("a", 1),)))
+    lease.release()
+
+
+def test_a_pool_closes_once_the_installation_under_way_is_done(serve, monkeypatch):
+    pool = serve({"a": "q"})
+    installing, go_on = threading.Event(), threading.Event()
+    install = pool._arena.install
+
+    def slowly(plan):
+        installing.set()
+        assert go_on.wait(20)
+        install(plan)
+
+    monkeypatch.setattr(pool._arena, "install", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        step = threads.submit(pool.begin_step, LoraStep((Segment("a", 1),)))
+        assert installing.wait(20)
+        closing = threads.submit(pool.close)
+        with pytest.raises(TimeoutError):
+            closing.result(0.1)
+        go_on.set()
+        closing.result(20)
+        with suppress(LoraError):  # the step may find the pool closed
+            step.result(20)
+
+
+def test_weights_lie_on_the_pools_device_whatever_the_default_one_is(serve):
+    first = serve({"a": "q", "b": "q"})
+    with torch.device("meta"):
+        pool = LoraPool.build(first.spec, device=first.device)
+        lease = pool.begin_step(LoraStep((Segment("a", 1), Segment("b", 1))))
+    with lease:
+        torch.testing.assert_close(deltas(pool, lease, 2)[1], expected("b"), rtol=1e-5, atol=1e-5)
 
 
 def test_C131_a_refused_step_leaves_the_one_before_it_valid(serve):

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -240,3 +241,15 @@ def test_a_table_row_counts_from_where_the_image_lies(base):
     placed = [(base + a, base + b, rank, scale) for a, b, rank, scale in entries]
     assert torch.equal(image.table_row(base), table_row(placed))
     assert torch.equal(image.table_row(0), table_row(entries)), "the row before is as it was"
+
+
+def test_a_load_that_breaks_off_late_is_not_waited_for(tmp_path):
+    spec = llama_spec(adapters={"a": write(tmp_path, llama_tensors())})
+    store, registration = LoraStore(SlotLayout(spec, torch.float32)), spec.registration("a")
+    with (
+        mock.patch.object(store, "put", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        store.get(registration)
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(store.get, registration).result(20).data.numel() > 0

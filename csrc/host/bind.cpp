@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <cassert>
 #include <limits>
 #include <optional>
 #include <sstream>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -29,26 +31,28 @@ template <class... Parts>  // by value: what a caller passes may stay in its reg
   throw py::value_error(message.str());
 }
 
-// The items of a list or tuple where they are, of any other iterable as a list.
+// The items of a tuple where they are, of anything else as a copy: reading them may run Python code, which
+// may change a list.
 class Items {
  public:
   explicit Items(py::handle sequence)
-      : items_(py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "not a sequence"))) {
+      : items_(py::reinterpret_steal<py::object>(PySequence_Tuple(sequence.ptr()))) {
     if (!items_) throw py::error_already_set();
   }
 
-  int64_t size() const { return PySequence_Fast_GET_SIZE(items_.ptr()); }
-  PyObject* operator[](int64_t i) const { return PySequence_Fast_GET_ITEM(items_.ptr(), i); }
+  int64_t size() const { return PyTuple_GET_SIZE(items_.ptr()); }
+  PyObject* operator[](int64_t i) const { return PyTuple_GET_ITEM(items_.ptr(), i); }
 
  private:
   py::object items_;
 };
 
 int32_t to_int32(const char* name, int64_t i, PyObject* item) {
-  const long value = PyLong_AsLong(item);
+  int overflow = 0;
+  const long value = PyLong_AsLongAndOverflow(item, &overflow);
   if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
-  if (value != static_cast<int32_t>(value))
-    refuse(name, "[", i, "] is ", value, ", which does not fit 32 bits");
+  if (overflow != 0 || value != static_cast<int32_t>(value))
+    refuse(name, "[", i, "] is ", py::str(item).cast<std::string>(), ", which does not fit 32 bits");
   return static_cast<int32_t>(value);
 }
 
@@ -197,11 +201,11 @@ class Step {
       PyObject* adapter = PyTuple_GET_ITEM(item, 0);
       segment.adapter = segment.tokens == 0 || adapter == Py_None ? kBase : adapters.of(adapter);
     }
-    adapters_ = adapters.objects();
+    adapters_ = py::tuple(adapters.objects());
   }
 
   // Distinct adapters of the segments that have tokens, in order of their first.
-  const py::list& adapters() const { return adapters_; }
+  const py::tuple& adapters() const { return adapters_; }
 
   std::vector<int64_t> rows(const std::vector<int64_t>& groupings) const {
     std::vector<int64_t> rows;
@@ -252,7 +256,7 @@ class Step {
   }
 
   std::vector<Segment> segments_;
-  py::list adapters_;
+  py::tuple adapters_;
 };
 
 // One device slot: whose weights it holds, and who is using them.
@@ -279,12 +283,14 @@ class BoundPlanner {
 
   std::vector<Written> plan(py::handle slots, py::handle rows, py::handle scales, const Places& places,
                             uintptr_t address) {
-    return write_all(read_segments(slots, rows, scales), places, address);
+    const Grouped grouped = read_segments(slots, rows, scales);
+    return write_all([&](size_t) -> const Grouped& { return grouped; }, places, address);
   }
 
   std::vector<Written> plan_rows(py::handle adapters, const py::dict& slots, const Places& places,
                                  uintptr_t address) {
-    return write_all(read_rows(adapters, slots), places, address);
+    const Grouped grouped = read_rows(adapters, slots);
+    return write_all([&](size_t) -> const Grouped& { return grouped; }, places, address);
   }
 
   std::vector<Written> plan_step(const Step& step, py::handle slot_items,
@@ -298,74 +304,78 @@ class BoundPlanner {
     std::vector<int32_t> slots(items.size());
     for (int64_t i = 0; i < items.size(); ++i)
       slots[i] = static_cast<int32_t>(py::handle(items[i]).cast<const Slot&>().index);
-    std::vector<Written> written;
-    for (size_t i = 0; i < places.size(); ++i)
-      written.push_back(write(step.grouped(groupings[i], slots), places[i], address));
-    return written;
+    std::vector<Grouped> grouped;
+    for (const int64_t grouping : groupings) grouped.push_back(step.grouped(grouping, slots));
+    return write_all([&](size_t i) -> const Grouped& { return grouped[i]; }, places, address);
   }
 
  private:
-  std::vector<Written> write_all(const Grouped& grouped, const Places& places, uintptr_t address) {
+  // grouped_of(i): the segments of place i. Nothing is written unless all of it can be.
+  template <class GroupedOf>
+  std::vector<Written> write_all(const GroupedOf& grouped_of, const Places& places, uintptr_t address) {
+    for (size_t i = 0; i < places.size(); ++i) check(grouped_of(i), places[i], address);
     std::vector<Written> written;
-    for (const Place& place : places) written.push_back(write(grouped, place, address));
+    for (size_t i = 0; i < places.size(); ++i) {
+      const std::vector<PlanSegment>& segments = grouped_of(i).segments;
+      const Place& place = places[i];
+      auto* words = reinterpret_cast<int32_t*>(address) + place.start;
+      [[maybe_unused]] const PlanStatus status = planner_.plan(
+          segments.data(), static_cast<int64_t>(segments.size()), place.num_slots, words, place.capacity);
+      assert(status == PlanStatus::ok);
+      written.emplace_back(grouped_of(i).rows, int64_t{words[0]} + words[1]);
+    }
     return written;
   }
 
-  Written write(const Grouped& grouped, const Place& place, uintptr_t address) {
-    const auto& [segments, rows] = grouped;
+  static void check(const Grouped& grouped, const Place& place, uintptr_t address) {
     const auto& [max_rows, num_slots, start, capacity] = place;
-    if (rows > max_rows)
-      refuse("the step has ", rows, " rows, the plan holds ", max_rows, ": make a larger plan");
-    address += start * sizeof(int32_t);
-    if (address % alignof(PlanHeader) != 0 || capacity < 0 || capacity % 4 != 0)
-      refuse("a plan's buffer starts on ", alignof(PlanHeader),
-             " bytes and holds a multiple of 4 words; found address ", address, " and ", capacity, " words");
-    auto* words = reinterpret_cast<int32_t*>(address);
-    const PlanStatus status =
-        planner_.plan(segments.data(), static_cast<int64_t>(segments.size()), num_slots, words, capacity);
-    if (status != PlanStatus::ok) refuse_plan(grouped, status, place);
-    return {rows, int64_t{words[0]} + words[1]};
-  }
-
-  [[noreturn]] static void refuse_plan(const Grouped& grouped, PlanStatus status, const Place& place) {
     for (size_t i = 0; i < grouped.segments.size(); ++i) {
       const auto& [slot, rows, scale] = grouped.segments[i];
-      if (status == PlanStatus::bad_slot && slot >= place.num_slots)
-        refuse("slots[", i, "] is ", slot, ", and there are ", place.num_slots,
-               " slots: name one below that");
+      if (slot >= num_slots)
+        refuse("slots[", i, "] is ", slot, ", and there are ", num_slots, " slots: name one below that");
       if (rows < 0) refuse("rows[", i, "] is ", rows, ": a segment has 0 rows or more");
     }
-    const int64_t capacity = plan_capacity(grouped.rows, place.num_slots);
-    refuse("the plan of ", grouped.rows, " rows does not fit the buffer of ", place.capacity,
-           " words: give it plan_capacity(", grouped.rows, ", ", place.num_slots, ") = ", capacity, " words");
+    if (grouped.rows > max_rows)
+      refuse("the step has ", grouped.rows, " rows, the plan holds ", max_rows, ": make a larger plan");
+    address += start * sizeof(int32_t);
+    if (address % alignof(PlanHeader) != 0 || capacity % 4 != 0)
+      refuse("a plan's buffer starts on ", alignof(PlanHeader),
+             " bytes and holds a multiple of 4 words; found address ", address, " and ", capacity, " words");
+    const int64_t need = plan_capacity(grouped.rows, num_slots);
+    if (capacity < std::min(need, kMaxInt32 + 1))
+      refuse("the plan of ", grouped.rows, " rows does not fit the buffer of ", capacity,
+             " words: give it plan_capacity(", grouped.rows, ", ", num_slots, ") = ", need, " words");
   }
 
   Planner planner_;
 };
 
-std::optional<py::list> lease(const py::dict& slot_of, const py::list& wanted, int64_t leases,
-                              int64_t used_at) {
-  py::list slots(wanted.size());
+bool lease(const py::dict& slot_of, const py::list& wanted, int64_t used_at, std::optional<py::list> held) {
+  std::vector<py::object> slots(wanted.size());
   for (size_t i = 0; i < wanted.size(); ++i) {
     PyObject* const slot = find(slot_of, wanted[i]);
-    if (slot == nullptr) return std::nullopt;
-    slots[i] = py::handle(slot);
+    if (slot == nullptr) return false;
+    slots[i] = py::reinterpret_borrow<py::object>(slot);
   }
-  for (py::handle item : slots) {
+  for (const py::object& item : slots) {
     Slot& slot = item.cast<Slot&>();
-    slot.leases += leases;
     slot.used_at = used_at;
+    if (held) {
+      held->append(item);
+      ++slot.leases;
+    }
   }
-  return slots;
+  return true;
 }
 
-py::list release(const py::list& slots, const py::object& idle, const py::dict& slot_of) {
+py::list release(const py::list& held, const py::object& idle, const py::dict& slot_of) {
   py::list unloaded;
-  for (py::handle item : slots) {
+  for (py::handle item : held) {
     Slot& slot = item.cast<Slot&>();
     slot.idle = idle;
     if (--slot.leases == 0 && find(slot_of, slot.holds) == nullptr) unloaded.append(item);
   }
+  held.attr("clear")();
   return unloaded;
 }
 
@@ -474,8 +484,8 @@ PYBIND11_MODULE(_host, m) {
       .def_readonly("used_at", &Slot::used_at)
       .def_readwrite("holds", &Slot::holds)
       .def_readwrite("idle", &Slot::idle);
-  m.def("lease", &lease, py::arg("slot_of"), py::arg("wanted"), py::arg("leases"), py::arg("used_at"));
-  m.def("release", &release, py::arg("slots"), py::arg("idle"), py::arg("slot_of"));
+  m.def("lease", &lease, py::arg("slot_of"), py::arg("wanted"), py::arg("used_at"), py::arg("held"));
+  m.def("release", &release, py::arg("held"), py::arg("idle"), py::arg("slot_of"));
 
   m.def("pack", &pack_blocks, py::arg("image"), py::arg("bytes"), py::arg("dtype"), py::arg("blocks"));
   m.def("all_finite", &is_finite, py::arg("values"), py::arg("dtype"), py::arg("count"));

@@ -50,8 +50,8 @@ inline void Planner::append(const PlanSegment& segment, int32_t first) {
   const int32_t run = static_cast<int32_t>(runs_.size());
   int32_t& index = group_of_slot_[slot];
   if (index < 0) {
-    index = static_cast<int32_t>(groups_.size());
     groups_.push_back({slot, rows, run, run});
+    index = static_cast<int32_t>(groups_.size()) - 1;
   } else {
     Group& group = groups_[index];
     Run& last = runs_[group.last_run];

@@ -46,7 +46,7 @@ class Step:
 
     def __init__(self, segments: Sequence[tuple[Hashable | None, int, float]]) -> None: ...
     @property
-    def adapters(self) -> list[Any]: ...
+    def adapters(self) -> tuple[Any, ...]: ...
     def rows(self, groupings: Sequence[int]) -> list[int]:
         """Rows that a linear of each row grouping sees: 1 per token, k per k tokens, 0 per segment.
 
@@ -76,15 +76,18 @@ class Slot:
     idle: Event | None
 
 def lease(
-    slot_of: dict[Registration, Slot], wanted: list[Registration], leases: int, used_at: int
-) -> list[Slot] | None:
-    """The slots of ``wanted``, each leased ``leases`` times more and used at ``used_at``.
+    slot_of: dict[Registration, Slot],
+    wanted: list[Registration],
+    used_at: int,
+    held: list[Slot] | None,
+) -> bool:
+    """Mark the slots of ``wanted`` as used at ``used_at``; lease each, appending it to ``held``.
 
-    ``None``, and nothing is leased, where one has no slot.
+    ``False``, and nothing is done, where one has no slot.
     """
 
-def release(slots: list[Slot], idle: Event | None, slot_of: dict[Registration, Slot]) -> list[Slot]:
-    """End one lease of each slot, which a step used that is done at ``idle``.
+def release(held: list[Slot], idle: Event | None, slot_of: dict[Registration, Slot]) -> list[Slot]:
+    """End one lease of each slot in ``held``, which a step used that is done at ``idle``; empty it.
 
     Returns:
         Those without a lease whose weights ``slot_of`` no longer finds.
@@ -112,13 +115,13 @@ class Place:
 class Planner:
     """Writes step plans, into int32 memory at ``address``. Keeps its scratch memory between calls.
 
-    Lists and tuples are read in place; anything else is copied to a list first. For each place
-    come back the rows that were planned, and the plan's tiles: 0 if every row is the base's.
+    Tuples are read in place; other sequences are copied first. For each place come back the rows
+    that were planned, and the plan's tiles: 0 if every row is the base's.
 
     Raises:
-        ValueError: more rows than the place holds, a slot outside the table, rows that are
-            negative, a plan that is not 16-byte aligned, or a place that is too small. That place
-            and those after it are left as they were.
+        ValueError: more rows than a place holds, a slot outside the table, rows that are
+            negative, a plan that is not 16-byte aligned, or a place that is too small. All places
+            are left as they were.
     """
 
     def __init__(self) -> None: ...

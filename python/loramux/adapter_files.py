@@ -140,7 +140,7 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
         size = entry.dtype.itemsize
         if entry.end - entry.start > size and entry.start % size == 0:
             return _view(data, entry)
-        memory = torch.empty(entry.end - entry.start, dtype=torch.uint8)
+        memory = torch.empty(entry.end - entry.start, dtype=torch.uint8, device="cpu")
         self._read(tensor_memory(memory), entry.start)
         return memory.view(entry.dtype).view(entry.shape)
 

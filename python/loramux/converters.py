@@ -158,5 +158,5 @@ def _with_alphas(tensors: Tensors, converted: Collection[str], scale: float | No
             if scale is not None or alpha not in tensors:
                 rank = tensors[name].shape[0]
                 value = rank if scale is None else scale * rank
-                alphas[alpha] = torch.tensor(value, dtype=torch.float64)
+                alphas[alpha] = torch.tensor(value, dtype=torch.float64, device="cpu")
     return tensors | alphas

@@ -64,7 +64,7 @@ def metadata_alphas(
                 if name in tensors or name in alphas:
                     twice.append(name)
                 value = alpha * (math.sqrt(members[module]) if config.use_rslora else 1.0)
-                alphas[name] = torch.tensor(value, dtype=torch.float64)
+                alphas[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
     if twice:
         problems.append(
             f"the alphas {twice} are in the file's metadata {KEY!r} and its tensors, or twice in "

@@ -42,7 +42,8 @@ class Placement:
         return self.size - sum(map(len, self.spans.values()))
 
     def remove(self, key: int) -> None:
-        del self.spans[key]
+        """Give up the bytes of ``key``, if it has any."""
+        self.spans.pop(key, None)
 
     def insert(self, key: int, size: int, fixed: Container[int] = ()) -> list[Move]:
         """Place an image of ``size`` bytes; returns the moves to make first, in order.
@@ -85,6 +86,7 @@ class Placement:
         for last, key in enumerate(order):
             if key in fixed:
                 first, width, moved = last + 1, gaps[last + 1], 0
+                widest = max(widest, width)
                 continue
             width += gaps[last + 1]
             moved += len(self.spans[key])

@@ -121,6 +121,9 @@ class PlanMemory:
         self._device = torch.device(device)
         self._planner = _host.Planner()
         self._plans: list[StepPlan] = []
+        self._places: list[_host.Place] = []
+        self._words = torch.empty(0, dtype=torch.int32, device=self._device)
+        self._pinned: list[tuple[torch.Tensor, torch.Event]] = []
 
     # Written to by later steps, in inference mode or not: never an inference tensor.
     @torch.inference_mode(False)
@@ -140,15 +143,28 @@ class PlanMemory:
         pinned = []
         if words.is_cuda:
             pinned = [
-                (torch.zeros(end, dtype=torch.int32, pin_memory=True), torch.Event("cuda"))
+                (
+                    torch.zeros(end, dtype=torch.int32, device="cpu", pin_memory=True),
+                    torch.Event("cuda"),
+                )
                 for _ in range(_BUFFERS)
             ]
+            for old in (self._words, *(one.scratch for one in self._plans)):
+                old.record_stream(torch.cuda.current_stream(words.device))  # kernels may read them
+        self._places = []  # all steps are refused if what follows is broken off
         for one, place in zip(plans, places, strict=True):
             one.buffer = words[place.start : place.start + place.capacity]
         plan.max_rows, plan.scratch = max_rows, scratch
-        self._plans, self._places, self._words = list(plans), places, words
-        self._pinned: list[tuple[torch.Tensor, torch.Event]] = pinned
-        self._turn = 0
+        self._plans, self._words, self._pinned, self._turn = list(plans), words, pinned, 0
+        self._places = places
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._places = []
+        for plan in self._plans:
+            plan.buffer = plan.scratch = torch.empty(0)
+        self._words = torch.empty(0)
+        self._pinned.clear()
 
     def write(self, method: Callable[..., Sequence[tuple[int, int]]], *step: object) -> None:
         """Write every plan.

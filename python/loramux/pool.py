@@ -26,6 +26,8 @@ from .resource import Hold, Resource
 from .site import LoraSite
 from .store import LoraImage, LoraStore, SlotLayout
 
+_MAX_ROWS = 2**31 - 1  # of a plan
+
 
 class LoraLease(Hold):
     """A step's hold on the slots of its adapters.
@@ -34,11 +36,10 @@ class LoraLease(Hold):
     move them within the arena, behind the kernels that are enqueued when it begins.
     """
 
-    def __init__(self, pool: LoraPool, slots: list[Slot], base_only: bool) -> None:
+    def __init__(self, pool: LoraPool, base_only: bool) -> None:
         self.base_only = base_only
         self._pool = pool
-        self._slots = slots
-        self._released = False
+        self._slots: list[Slot] = []  # emptied by the release
         self._arriving: list[Arrival] = []  # of all slots, by layer
 
     def plan(self, row_grouping: int) -> StepPlan:
@@ -67,7 +68,8 @@ class LoraPool(Resource):
     """Adapters of one spec on one device, in ``max_slots`` slots beside the zero adapter.
 
     Steps of one pool run one after another: begin a step once the kernels of the previous one are
-    enqueued (on the CPU: have run). Loads, prefetches and unloads may come from any thread.
+    enqueued (on the CPU: have run). On a CUDA device they all run on one stream. Loads, prefetches
+    and unloads may come from any thread.
 
     Args:
         spec: what is served; adapters registered with it later are served too.
@@ -109,6 +111,7 @@ class LoraPool(Resource):
         self._store = LoraStore(layout, pin=on_cuda)
         self._slots = [Slot(i + 1) for i in range(spec.max_slots)]
         self._arena = Arena(layout, self._slots, self.device, spec.arena_bytes)
+        self.device = self._arena.weights.device  # other threads may have other current devices
         self._sites = {
             (site.target, site.layer): LoraSite(
                 weights=[self._arena.weights],
@@ -173,7 +176,8 @@ class LoraPool(Resource):
 
     def capture_key(self, step: LoraStep, key: Any) -> Any:
         """``LoraBaseOnly(key)`` when no row of the step names an adapter, else ``key``."""
-        named = any(segment.adapter is not None for segment in step.segments or ())
+        segments = step.segments or ()
+        named = any(adapter is not None and length for adapter, length, _ in segments)
         return key if named else LoraBaseOnly(key)
 
     def begin_step(self, step: LoraStep, *, layerwise: bool = False) -> LoraLease:
@@ -201,15 +205,18 @@ class LoraPool(Resource):
             In each case the pool is as it was.
         """
         segments, rows = self._read(step)
-        leased = self._acquire(self.spec.registrations(segments.adapters))
-        lease = LoraLease(self, leased, base_only=not leased)
+        wanted = self.spec.registrations(segments.adapters)
+        lease = LoraLease(self, base_only=not wanted)
         try:
+            self._acquire(wanted, lease._slots)
             self._set_current(None)  # its plans are about to be overwritten
             for plan, total in zip(self._plans.values(), rows, strict=True):
                 if total > plan.max_rows:
-                    plan.reserve(1 << (total - 1).bit_length())
-            self._plan_memory.write(_host.Planner.plan_step, segments, leased, self._groupings)
-            lease._arriving = self._arena.arriving(leased, layerwise=layerwise)
+                    plan.reserve(min(1 << (total - 1).bit_length(), _MAX_ROWS))
+            self._plan_memory.write(
+                _host.Planner.plan_step, segments, lease._slots, self._groupings
+            )
+            lease._arriving = self._arena.arriving(lease._slots, layerwise=layerwise)
             if not layerwise:
                 self._wait(lease, self.spec.num_layers)
         except BaseException:
@@ -274,11 +281,16 @@ class LoraPool(Resource):
 
     def close(self) -> None:
         self._loader.shutdown(wait=True, cancel_futures=True)
-        self._arena.close()
-        self._sites.clear()
-        self._slot_of.clear()
-        self._slots.clear()
-        self.current, self.active, self.arriving = None, False, False
+        with self._lock:
+            self._arena.close()
+            self._plan_memory.close()
+            self._store.clear()
+            for site in self._sites.values():  # bound modules hold them
+                site.weights.clear()
+            self._sites.clear()
+            self._slot_of.clear()
+            self._slots.clear()
+            self.current, self.active, self.arriving = None, False, False
 
     def _read(self, step: LoraStep) -> tuple[_host.Step, list[int]]:
         """A step's segments, and the rows that a linear of each row grouping sees of them."""
@@ -299,38 +311,43 @@ class LoraPool(Resource):
             self.current, self.active = lease, lease is not None and not lease.base_only
             self.arriving = lease is not None and bool(lease._arriving)
 
-    def _acquire(self, wanted: list[Registration], leases: int = 1) -> list[Slot]:
-        """The slots of adapters, each leased ``leases`` times; installs those that have none.
+    def _acquire(self, wanted: list[Registration], held: list[Slot] | None) -> None:
+        """Install the adapters that have no slot; lease the slots of all, appended to ``held``.
 
         Images are read without the lock, so residency is looked at again after every read.
+
+        Args:
+            held: ``None`` leases nothing.
         """
         images: dict[Registration, LoraImage] = {}
         while True:
             with self._lock:
-                slots = _host.lease(self._slot_of, wanted, leases, self._clock + 1)
+                is_done = _host.lease(self._slot_of, wanted, self._clock + 1, held)
                 missing = {}
-                if slots is None:
+                if not is_done:
                     missing = dict.fromkeys(r for r in wanted if r not in self._slot_of)
                     kept = {self._slot_of[r] for r in wanted if r in self._slot_of}
                     free = self._free_slots(kept, len(missing))
                     if all(registration in images for registration in missing):
                         installed = {r: images[r] for r in missing}
-                        self._install(installed, free, move_leased=leases > 0)
-                        slots = _host.lease(self._slot_of, wanted, leases, self._clock + 1)
-                if slots is not None:
+                        self._install(installed, free, move_leased=held is not None)
+                        is_done = _host.lease(self._slot_of, wanted, self._clock + 1, held)
+                if is_done:
                     self._clock += 1
                     self._counts["hits"] += len(wanted) - len(missing)
                     self._counts["misses"] += len(missing)
                     for registration in missing:
                         if not self.spec.serves(registration):  # it was unloaded meanwhile
                             self._forget(self._slot_of[registration])
-                    return slots
+                    return
             for registration in missing:
                 if registration not in images:
                     images[registration] = self._store.get(registration)
 
     def _free_slots(self, kept: Set[Slot], count: int) -> list[Slot]:
         """The slots to install in, at least ``count``: empty ones, then by their last use."""
+        if not self._slots:
+            raise PoolExhausted("the pool is closed: build another")
         distinct = count + len(kept)
         if distinct > len(self._slots):
             raise PoolExhausted(
@@ -358,10 +375,15 @@ class LoraPool(Resource):
         plan = self._arena.plan(list(images.values()), free, fixed)
         for slot in plan.evicted:
             self._forget(slot)
-        self._arena.install(plan)
-        for registration, slot in zip(images, plan.slots, strict=True):
-            slot.holds = registration
-            self._slot_of[registration] = slot
+        try:
+            for registration, slot in zip(images, plan.slots, strict=True):
+                slot.holds = registration
+            self._arena.install(plan)
+        except BaseException:  # what may be half written serves nobody
+            for slot in (*plan.slots, *(slot for slot, _ in plan.moves)):
+                self._forget(slot)
+            raise
+        self._slot_of.update(zip(images, plan.slots, strict=True))
         self._counts["evictions"] += len(plan.evicted)
         self._counts["copies"] += len(plan.images)
         self._counts["copied_bytes"] += sum(image.data.numel() for image in plan.images)
@@ -383,15 +405,12 @@ class LoraPool(Resource):
     def _prefetch(self, registration: Registration) -> None:
         with suppress(LoraError):  # the step that names it will say what is wrong
             try:
-                self._acquire([registration], leases=0)
+                self._acquire([registration], None)
             except PoolExhausted:
                 self._store.get(registration)
 
     def _release(self, lease: LoraLease) -> None:
         with self._lock:
-            if lease._released:
-                return
-            lease._released = True
             idle = None
             if self._arena.stream is not None and lease._slots:
                 idle = self._arena.mark()

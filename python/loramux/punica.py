@@ -165,7 +165,7 @@ class LayerWrapper:
         The slot's entries are written whole: as the weights, they are lost in a deep sleep.
         """
         entries = self._empty_slots[index + 1].clone()
-        entries[:, 2] = torch.tensor(ranks)
+        entries[:, 2] = torch.tensor(ranks, device="cpu")
         table = self.site.table
         if table.is_cuda:
             entries = entries.pin_memory()

@@ -90,7 +90,7 @@ class LoraSite:
         """
         slots, in_features, max_rank = _check_stacked(a, b, embedding)
         strides = [_slot_units(tensor) for tensor in (*a, *b)]
-        rows = [torch.zeros(len(a), 4, dtype=torch.int32)]
+        rows = [torch.zeros(len(a), 4, dtype=torch.int32, device="cpu")]
         for slot in range(slots):
             rank = max_rank if ranks is None else ranks[slot]
             scale = 1.0 if scales is None else scales[slot]

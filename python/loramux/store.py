@@ -171,7 +171,7 @@ def pack_image(
     """
     blocks, entries, size = _lay_out(adapter, layout)
     pieces = _pieces(adapter, blocks, whole=digest)
-    image = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+    image = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
     runs = _runs(pieces)
     scratch = _Scratch(max((_file_bytes(run) for run in runs), default=0))
     digests: dict[int, bytes] = {}  # by the factor's id
@@ -219,7 +219,7 @@ class _Scratch(threading.local):
     """Memory of each thread's own, for one run after another: it stays in cache."""
 
     def __init__(self, size: int) -> None:
-        data = torch.empty(size, dtype=torch.uint8)
+        data = torch.empty(size, dtype=torch.uint8, device="cpu")
         self.address, self.memory = data.data_ptr(), tensor_memory(data)
 
 
@@ -348,28 +348,27 @@ class LoraStore:
         Raises:
             AdapterError: the file cannot be served. The store is as it was.
         """
-        with self._lock:
-            if (image := self._images.get(registration)) is not None:
-                self._images.move_to_end(registration)
-                return image
-            loading = self._loading.get(registration)
-            mine = loading is None
-            if loading is None:
-                loading = self._loading[registration] = Future()
-        if not mine:
-            return loading.result()
+        loading: Future[LoraImage] = Future()
         try:
-            image = self._load(registration)
-        except BaseException as error:
             with self._lock:
-                del self._loading[registration]
-            loading.set_exception(error)
+                if (image := self._images.get(registration)) is not None:
+                    self._images.move_to_end(registration)
+                    return image
+                first = self._loading.setdefault(registration, loading)
+            if first is not loading:
+                return first.result()
+            image = self._load(registration)
+            self.put(registration, image)
+            loading.set_result(image)
+            return image
+        except BaseException as error:
+            if not loading.done():
+                loading.set_exception(error)
             raise
-        self.put(registration, image)
-        with self._lock:
-            del self._loading[registration]
-        loading.set_result(image)
-        return image
+        finally:
+            with self._lock:
+                if self._loading.get(registration) is loading:
+                    del self._loading[registration]
 
     def read(self, path: str, *, digest: bool = True) -> LoraImage:
         """The image of the adapter at ``path``, read and packed but not kept.
@@ -401,6 +400,11 @@ class LoraStore:
             for registration in [r for r in self._images if r.name == name]:
                 if not self._layout.spec.serves(registration):
                     del self._images[registration]
+
+    def clear(self) -> None:
+        """Forget all images."""
+        with self._lock:
+            self._images.clear()
 
     @property
     def names(self) -> list[str]:
