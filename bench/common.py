@@ -132,12 +132,17 @@ def write_results(path: str | None, rows: list[dict[str, Any]]) -> None:
         "cpu": _cpu_name(),
         "torch": torch.__version__,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "commit": os.environ.get("LORAMUX_COMMIT") or _output("git", "rev-parse", "HEAD"),
+        "commit": commit(),
         "command": "python -m bench " + " ".join(sys.argv[1:]),
     }
     lines = ",\n".join("    " + json.dumps(row) for row in rows)
     head = json.dumps(about, indent=2)[:-2]
     Path(path).write_text(f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n')
+
+
+def commit() -> str | None:
+    """What is measured; ``LORAMUX_COMMIT`` says so where there is no repository."""
+    return os.environ.get("LORAMUX_COMMIT") or _output("git", "rev-parse", "HEAD")
 
 
 def _cpu_name() -> str:

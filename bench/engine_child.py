@@ -2,18 +2,21 @@
 
 ``bench.engine`` starts it, in a process of its own per engine, with loramux on or off. SPEC is
 ``{"engine": arguments of vllm.LLM, "adapters": [paths], "jobs": [[name, options], ...]}``; what
-every job found goes to OUT as JSON.
+the jobs found goes to OUT as JSON, after each of them.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
+import os
 import random
-import resource
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from math import isnan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,10 +24,27 @@ from typing import Any
 import torch
 
 
+class Announcement(logging.Handler):
+    """The layers that loramux serves and leaves, by its log line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: dict[str, Any] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = r"it serves (\d+) LoRA layers; with vLLM's own kernels: (.+)"
+        if found := re.search(line, record.getMessage()):
+            self.layers = {"layers_served": int(found[1]), "layers_left": found[2]}
+
+
 class Engine:
+    """One ``vllm.LLM``; ``steps`` counts its forwards."""
+
     def __init__(self, arguments: dict[str, Any], adapters: Sequence[str]) -> None:
         from vllm import LLM
 
+        self.announcement = Announcement()
+        logging.getLogger("vllm.plugins.loramux").addHandler(self.announcement)
         start = time.perf_counter()
         self.llm = LLM(**arguments)
         self.start_s = time.perf_counter() - start
@@ -32,13 +52,14 @@ class Engine:
         self.adapters = adapters
         self.has_lora = bool(arguments.get("enable_lora"))
         self.steps = 0
-        step = self.llm.llm_engine.step
+        executor = self.llm.llm_engine.model_executor
+        execute = executor.execute_model
 
-        def counted() -> Any:
-            self.steps += 1
-            return step()
+        def counted(scheduled: Any, *args: Any, **options: Any) -> Any:
+            self.steps += scheduled.total_num_scheduled_tokens > 0
+            return execute(scheduled, *args, **options)
 
-        self.llm.llm_engine.step = counted
+        executor.execute_model = counted
 
     def generate(
         self,
@@ -127,44 +148,47 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, Any]:
 
 
 def answers(engine: Engine, batches: Sequence[dict[str, Any]], new: int) -> list[Any]:
-    """Prompt log-probabilities and greedy tokens of every request of every batch."""
+    """Greedy tokens and log-probabilities of every request of every batch."""
     results = []
     for batch in batches:
-        outputs = engine.generate(batch["prompts"], batch["adapters"], new, prompt_logprobs=0)
-        results.append(
-            [
-                {"prompt": _prompt_logprobs(output), "tokens": list(output.outputs[0].token_ids)}
-                for output in outputs
-            ]
+        outputs = engine.generate(
+            batch["prompts"], batch["adapters"], new, prompt_logprobs=0, logprobs=0
         )
+        results.append([_answer(output) for output in outputs])
     return results
 
 
-def _prompt_logprobs(output: Any) -> list[float]:
+def _answer(output: Any) -> dict[str, Any]:
+    """The tokens, their own log-probabilities, and those of the prompt."""
+    tokens = list(output.outputs[0].token_ids)
+    chosen = zip(tokens, output.outputs[0].logprobs, strict=True)
     entries = (output.prompt_logprobs or [None])[1:]  # of the first token there is none
     given = zip(output.prompt_token_ids[1:], entries, strict=True)
-    return [entry[token].logprob for token, entry in given]
+    return {
+        "prompt": [entry[token].logprob for token, entry in given],
+        "tokens": tokens,
+        "own": [entry[token].logprob for token, entry in chosen],
+    }
 
 
 def expectations(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list[Any]:
-    """For every adapter and prompt: prompt log-probabilities, tokens, their own and the lead."""
+    """What every adapter answers to every prompt."""
     results = []
     for adapter in range(len(engine.adapters) + 1):
         outputs = engine.generate(
-            prompts, [adapter] * len(prompts), new, prompt_logprobs=0, logprobs=2
+            prompts, [adapter] * len(prompts), new, prompt_logprobs=0, logprobs=4
         )
         results.append([_expectation(output) for output in outputs])
     return results
 
 
 def _expectation(output: Any) -> dict[str, Any]:
-    tokens = list(output.outputs[0].token_ids)
-    own, lead = [], []
-    for token, entry in zip(tokens, output.outputs[0].logprobs, strict=True):
-        ranked = sorted((value.logprob for value in entry.values()), reverse=True)
-        own.append(entry[token].logprob)
-        lead.append(ranked[0] - ranked[1])
-    return {"prompt": _prompt_logprobs(output), "tokens": tokens, "own": own, "lead": lead}
+    """An answer, and at each token the best ones' log-probabilities; keys as JSON has them."""
+    best = [
+        {str(token): value.logprob for token, value in entry.items()}
+        for entry in output.outputs[0].logprobs
+    ]
+    return {**_answer(output), "best": best}
 
 
 def soak(
@@ -173,20 +197,20 @@ def soak(
     prompts: Sequence[Sequence[int]],
     steps: int,
     tolerance: float,
-    seconds: float,
+    deadline: float,
 ) -> dict[str, Any]:
-    """Random batches of random adapters until ``steps`` engine steps are done, every row checked.
+    """Random batches of random adapters until ``steps`` forwards are done, every row checked.
 
-    A row may leave the expected tokens only where the expected lead is within the tolerance.
+    ``deadline`` is one of ``time.time()``: fewer steps are done where it comes first.
     """
     expected = json.loads(Path(expected_file).read_text())["jobs"][0]["result"]
     chance = random.Random(0)
     requests = wrong = tokens = 0
-    memory: list[tuple[int, int, int]] = []
+    memory: list[tuple[int, ...]] = []
     worst, examples = 0.0, []
     new = len(expected[0][0]["tokens"])
-    start, deadline, first = time.perf_counter(), time.perf_counter() + seconds, engine.steps
-    while engine.steps - first < steps and time.perf_counter() < deadline:
+    start, first = time.perf_counter(), engine.steps
+    while not memory or (memory[-1][0] < steps and time.time() < deadline):
         picks = [
             (chance.randrange(len(prompts)), chance.randrange(len(expected))) for _ in range(24)
         ]
@@ -196,26 +220,21 @@ def soak(
             [a for _, a in picks],
             lengths,
             prompt_logprobs=0,
-            logprobs=2,
+            logprobs=4,
         )
         for (prompt, adapter), output in zip(picks, outputs, strict=True):
             got, want = _expectation(output), expected[adapter][prompt]
-            error = _row_error(got, want, tolerance)
+            error = _row_error(got, want)
             requests, tokens = requests + 1, tokens + len(got["tokens"])
             worst = max(worst, error)
             if error > tolerance:
                 wrong += 1
                 examples = [*examples, [prompt, adapter, error]][:8]
-        memory.append(
-            (
-                engine.steps - first,
-                torch.cuda.memory_allocated(),
-                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-            )
-        )
+        memory.append((engine.steps - first, *_memory()))
     fifth = next(entry for entry in memory if entry[0] >= memory[-1][0] / 5)
+    grown = [last - early for last, early in zip(memory[-1], fifth, strict=True)]
     return {
-        "steps": engine.steps - first,
+        "steps": memory[-1][0],
         "requests": requests,
         "tokens": tokens,
         "wrong_rows": wrong,
@@ -223,21 +242,34 @@ def soak(
         "worst_error": worst,
         "separation": _separation(expected),
         "seconds": round(time.perf_counter() - start, 1),
-        "device_bytes_grown": memory[-1][1] - fifth[1],
-        "host_kib_grown": memory[-1][2] - fifth[2],
+        "allocated_bytes_grown": grown[1],
+        "device_bytes_grown": grown[2],
+        "host_bytes_grown": grown[3],
     }
 
 
-def _row_error(got: dict[str, Any], want: dict[str, Any], tolerance: float) -> float:
-    """The largest difference of a log-probability, up to where greedy tokens part at a near tie."""
+def _memory() -> tuple[int, int, int]:
+    """Bytes that torch has allocated, that the device has in use, and that this process holds."""
+    free, total = torch.cuda.mem_get_info()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return torch.cuda.memory_allocated(), total - free, pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _row_error(got: dict[str, Any], want: dict[str, Any]) -> float:
+    """The largest difference of a log-probability, up to where the greedy tokens part.
+
+    There both tokens are compared, which differ little at a near tie. One that is not among the
+    other side's best is at most the least of them there.
+    """
     errors = [abs(a - b) for a, b in zip(got["prompt"], want["prompt"], strict=True)]
     for i, token in enumerate(got["tokens"]):
+        for name, here, there in ((token, got, want), (want["tokens"][i], want, got)):
+            own, best = here["own"][i], there["best"][i]
+            other = best.get(str(name))
+            errors.append(own - min(best.values()) if other is None else abs(own - other))
         if token != want["tokens"][i]:
-            # What led there was the same: the two best were close, or this is a wrong row.
-            errors.append(want["lead"][i] - tolerance)
             break
-        errors.append(abs(got["own"][i] - want["own"][i]))
-    return max(errors)
+    return max(1e9 if isnan(error) else error for error in errors)
 
 
 def _separation(expected: list[Any]) -> float:
@@ -267,17 +299,20 @@ def main() -> None:
     from vllm.platforms import current_platform
 
     done = []
+    out = Path(sys.argv[2])
     for name, options in spec["jobs"]:
         start = time.perf_counter()
-        result = JOBS[name](engine, **options)
-        done.append({"job": name, "result": result})
+        done.append({"job": name, "result": JOBS[name](engine, **options)})
         print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
-    about = {
-        "vllm": vllm.__version__,
-        "wrapper": current_platform.get_punica_wrapper(),
-        "start_s": round(engine.start_s, 1),
-    }
-    Path(sys.argv[2]).write_text(json.dumps({**about, "jobs": done}))
+        about = {
+            "vllm": vllm.__version__,
+            "wrapper": current_platform.get_punica_wrapper(),
+            "start_s": round(engine.start_s, 1),
+            **engine.announcement.layers,
+        }
+        whole = out.with_suffix(".part")
+        whole.write_text(json.dumps({**about, "jobs": done}))
+        whole.replace(out)
 
 
 if __name__ == "__main__":
