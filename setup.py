@@ -36,7 +36,8 @@ class CMakeBuild(build_ext):
             options.append(f"-DCMAKE_CUDA_ARCHITECTURES={cmake_architectures(architectures)}")
         options += os.environ.get("CMAKE_ARGS", "").split()
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
-        subprocess.check_call(["cmake", "-S", ROOT, "-B", build, *options])
+        # Fresh: an earlier build's ninja may be gone, and its architectures are not this one's.
+        subprocess.check_call(["cmake", "--fresh", "-S", ROOT, "-B", build, *options])
         subprocess.check_call(["cmake", "--build", build, "-j", jobs])
         subprocess.check_call(["cmake", "--install", build])
 

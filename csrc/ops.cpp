@@ -25,8 +25,8 @@ using torch::headeronly::DeviceType;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kStackedUnit = 16;   // bytes that a table offset counts over stacked tensors
-constexpr int64_t kMaxRank = 1 << 20;  // so that no product of sizes overflows
+constexpr int64_t kStackedUnit = 16;  // bytes that a table offset counts over stacked tensors
+constexpr int64_t kMaxRank = 1 << 20, kMaxWidth = int64_t{1} << 40;  // no product of sizes overflows
 
 DType dtype_of(const Tensor& t, const char* name) {
   switch (t.scalar_type()) {
@@ -100,7 +100,7 @@ Site site_of(const std::vector<Tensor>& weights, const Tensor& table, int64_t en
                       table.is_contiguous(),
                   "table must be contiguous int32 [num_slots, num_entries, 4]");
   check_aligned(table, "table");
-  STD_TORCH_CHECK(entry >= 0 && entry + slices <= table.size(1), "entries ", entry, " to ",
+  STD_TORCH_CHECK(entry >= 0 && entry <= table.size(1) - slices, "entries ", entry, " to ",
                   entry + slices - 1, " are not among the table's ", table.size(1));
   Site site{};
   site.table = static_cast<const SlotEntry*>(table.const_data_ptr());
@@ -117,7 +117,7 @@ Site site_of(const std::vector<Tensor>& weights, const Tensor& table, int64_t en
 void set_widths(Site& site, const std::vector<int64_t>& widths) {
   int64_t column = 0;
   for (size_t i = 0; i < widths.size(); ++i) {
-    STD_TORCH_CHECK(widths[i] >= 1, "slice ", i, " has width ", widths[i]);
+    STD_TORCH_CHECK(widths[i] >= 1 && widths[i] <= kMaxWidth, "slice ", i, " has width ", widths[i]);
     site.slices[i].width = widths[i];
     site.slices[i].offset = column;
     column += widths[i];

@@ -303,6 +303,15 @@ def test_a_segment_has_a_scale_of_one():
     assert Segment("a", 3) == ("a", 3, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("digests", "said"),
+    [({"sqll": b"\0" * 32}, "has none of that name"), ({"sql": "00" * 32}, "expected 32 bytes")],
+)
+def test_digests_are_of_adapters_and_32_bytes(digests, said):
+    with pytest.raises(SpecError, match=said):
+        make_spec(adapters={"sql": "/a"}, adapter_digests=digests)
+
+
 def test_spec_sizes_and_layers_are_checked():
     with pytest.raises(SpecError, match="max_slots must be a positive integer, got 0"):
         make_spec(max_slots=0)

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from checkpoints import tiny_llama, write_with_peft
@@ -96,3 +97,13 @@ def test_a_folder_that_exists_is_not_written_to(tmp_path, capsys):
     assert main(command(tmp_path)) == 2
     assert "expected the path of a new folder" in capsys.readouterr().err
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("sizes", [SHARDED, {}])
+def test_weights_that_transformers_does_not_load_stay_behind(tmp_path, sizes):
+    tiny_llama().save_pretrained(tmp_path / "model", **sizes)
+    before = {file.name for file in (tmp_path / "model").iterdir()}
+    write_with_peft(tmp_path / "adapter")
+    save_file(tiny_llama().state_dict(), tmp_path / "model" / "consolidated.safetensors")
+    assert main(command(tmp_path)) == 0
+    assert {file.name for file in (tmp_path / "out").iterdir()} == before

@@ -360,6 +360,15 @@ def test_deltas_begin_ahead_of_the_linears_own_forward(tmp_path):
             assert order == ["forward"], "the call that failed left something"
 
 
+@pytest.mark.parametrize("beside_gemm", [False, True])
+def test_a_module_may_be_called_by_keyword(tmp_path, beside_gemm):
+    model, x = nn.ModuleDict(dict(down=nn.Linear(40, 16))), torch.randn(3, 40)
+    path = save_adapter(tmp_path / "a", {"down": random_pair(4, 40, 16)})
+    pool, _ = bound(model, path, beside_gemm=beside_gemm)
+    with pool.begin_step(step("a", length=3)):
+        assert torch.equal(model["down"](input=x), model["down"](x))
+
+
 @pytest.mark.parametrize("compiled", [None, dict(fullgraph=False), dict(fullgraph=True)])
 def test_modules_of_a_layerwise_step_wait_for_their_layer(tmp_path, compiled):
     """Compiled ones run eagerly in such a step, or refuse where that is not allowed."""

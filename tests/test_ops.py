@@ -228,6 +228,33 @@ def test_one_row_gets_the_same_bits_whatever_its_stride(device):
     assert torch.equal(lora_apply_(y.clone(), odd, site, plan), lora_apply_(y, x, site, plan))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_input_without_columns_adds_nothing(dtype, device):
+    other = stacked_site(64, [48], 8, dtype, device)
+    x, y = operands(len(SLOTS), 64, other, dtype, device)
+    plan = StepPlan.for_rows(SLOTS, other.num_slots, device)
+    lora_apply_(y, x, other, plan)  # leaves what it computed in memory
+    a, b = torch.zeros(3, 8, 0), torch.ones(3, 48, 8)
+    site = LoraSite.stacked([a.to(device, dtype)], [b.to(device, dtype)])
+    before = y.clone()
+    assert torch.equal(lora_apply_(y, x[:, :0], site, plan), before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), 3.39e38])
+def test_an_infinite_hidden_value_stays_infinite(value, dtype, device):
+    x, y = torch.ones(2, 64, device=device), torch.zeros(2, 48, device=device)
+    x[0, 0] = value
+    a, b = torch.ones(1, 8, 64, device=device), torch.ones(1, 48, 8, device=device)
+    site = LoraSite.stacked([a.to(dtype)], [b.to(dtype)])
+    plan = StepPlan.for_rows([1, 1], site.num_slots, device)
+    got = lora_apply_(y.to(dtype), x.to(dtype), site, plan)
+    assert got[0].isinf().all()
+    assert (got[1] == 64 * 8).all()
+
+
 class TestTorchContract:
     def calls(self, device):
         site = stacked_site(64, [32, 16], 8, torch.float32, device)
@@ -375,6 +402,24 @@ class TestRefusals:
         site = dataclasses.replace(site, in_features=1 << 60)
         with pytest.raises(RuntimeError, match=r"a vocabulary of .* ids is not in the weights"):
             lora_embedding_(torch.zeros(2, 48), torch.tensor([3, 10**9]), site, plan)
+
+    @pytest.mark.parametrize("widths", [[2**62] * 3 + [2**62 + 48], [2**61 + 48] * 8])
+    def test_widths_whose_sum_is_ys_by_overflow(self, call, widths):
+        y, x, site, plan = call
+        weights = [t for t in site.weights for _ in widths]
+        table = site.table.expand(-1, len(widths), -1).contiguous()
+        y = y.new_zeros(4, sum(widths) % 2**64)
+        with pytest.raises(RuntimeError, match="slice 0 has width"):
+            torch.ops.loramux.lora_apply_(
+                y, torch.zeros(4096), x, weights, table, plan.buffer, 0, widths, 8
+            )
+
+    def test_an_entry_past_every_table(self, call):
+        _, x, site, plan = call
+        with pytest.raises(RuntimeError, match="are not among the table's 1"):
+            torch.ops.loramux.lora_shrink(
+                torch.zeros(4, 1, 8), x, site.weights, site.table, plan.buffer, 2**63 - 1
+            )
 
     def test_a_rank_that_no_product_of_sizes_holds(self, call):
         y, x, site, plan = call

@@ -18,6 +18,7 @@ from loramux.errors import (
     LoraError,
     PlanMismatch,
     PoolExhausted,
+    SpecError,
     UnknownAdapter,
 )
 from loramux.identity import read_adapter_digest
@@ -331,6 +332,24 @@ def test_a_release_that_fails_can_be_done_again(serve):
             lease.release()
             lease.release()
     assert [slot.leases for slot in pool._slots] == [0, 0]
+
+
+@pytest.mark.parametrize("arena_bytes", [None, 1 << 20])
+def test_a_rank_above_the_pools_own_is_refused_whatever_the_spec_has_become(
+    serve, tmp_path, arena_bytes
+):
+    pool = serve({"a": "q"}, arena_bytes=arena_bytes)
+    pool.spec.apply_yaml_overrides(max_rank=64)
+    big = save_adapter(tmp_path / "big", {"q": random_pair(64, WIDTH, WIDTH)})
+    pool.spec.add_adapter("big", big)
+    with pytest.raises(AdapterError, match="its rank is 64; expected at most 8"):
+        run(pool, "big")
+    assert_serves(pool, "a")
+
+
+def test_a_rank_outside_the_world_is_refused(serve):
+    with pytest.raises(SpecError, match="rank 2 is none of the 2"):
+        LoraPool.build(serve({"a": "q"}).spec, rank=2, world_size=2)
 
 
 def test_a_closed_pool_holds_nothing_and_says_so(serve):

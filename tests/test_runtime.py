@@ -27,7 +27,7 @@ from loramux import (
     prefix_block_keys,
     read_adapter_digest,
 )
-from loramux.errors import AdapterError, SpecError, UnknownAdapter
+from loramux.errors import AdapterError, PoolExhausted, SpecError, UnknownAdapter
 from loramux.generate import Row, greedy
 from multimodal import VISION_FC, VISION_Q, WIDTH, Q, TwoSpecs, write
 
@@ -200,6 +200,37 @@ class TestChanges:
         with pytest.raises(AdapterError, match="max_rank"):
             deploy(adapters={"a": path("a")}, adapter_digests={"a": digest.hex()}, max_rank=2)
 
+    def test_a_name_of_one_spec_alone_is_loaded_on_the_others(self, deploy, path):
+        runtime = deploy(own={"adapters": {"v": path("a")}})
+        before = runtime.roots.root("v")
+        assert not served(runtime, "v").any()
+        runtime.load("v", path("a"))
+        assert served(runtime, "v").any()
+        assert runtime.roots.root("v") != before
+        with pytest.raises(AdapterError, match="'v' is served with other weights: replace it"):
+            runtime.load("v", path("other", seed=1))
+
+    def test_a_runtime_that_is_not_to_be_leaves_no_digest_with_its_specs(self, path):
+        spec = TwoSpecs().lora_specs()[0]
+        bad = path("bad", modules=("visual.nowhere",))
+        spec.apply_yaml_overrides(adapters={"a": path("a"), "bad": bad})
+        with pytest.raises(AdapterError):
+            LoraRuntime.build([spec])
+        assert spec.adapter_digests == {}
+        path("a", seed=1)
+        path("bad")
+        runtime = LoraRuntime.build([spec])
+        assert len(spec.adapter_digests) == 2
+        runtime.close()
+
+    def test_a_closed_runtime_takes_no_adapter(self, deploy, path):
+        runtime = deploy()
+        runtime.close()
+        with pytest.raises(PoolExhausted, match="the pool is closed"):
+            runtime.load("a", path("a"))
+        with pytest.raises(PoolExhausted, match="the pool is closed"):
+            runtime.pools["lora"].prefetch([])
+
     def test_two_pools_of_one_key_are_refused(self, deploy):
         pool = deploy().pools["lora"]
         with pytest.raises(SpecError, match="two pools have the resource key 'lora'"):
@@ -207,6 +238,37 @@ class TestChanges:
 
 
 class TestRequests:
+    def test_C104_a_root_tells_which_specs_serve_the_adapter(self, deploy, path):
+        file = path("a")
+        runtime = deploy(
+            own={"adapters": {"both": file, "vision": file}}, adapters={"both": file, "text": file}
+        )
+        names = ("both", "vision", "text")
+        roots = [admit(runtime, name).root for name in names]
+        assert roots == [runtime.roots.root(name) for name in names]
+        assert len(set(roots)) == 3
+
+    def test_a_root_is_of_the_weights_that_are_held_whoever_registered_them(self, path):
+        specs = lora_specs(TwoSpecs(), {"resources": {"lora": {"adapters": {"a": path("a")}}}})
+        mine, other = LoraRuntime.build(specs), LoraRuntime.build(specs)
+        old = admit(mine, "a").root
+        other.replace("a", path("new", seed=1))
+        assert admit(mine, "a").root == admit(other, "a").root != old
+        other.unload("a")
+        with pytest.raises(UnknownAdapter, match="no adapter 'a' is served"):
+            admit(mine, "a")
+        specs[0].add_adapter("a", path("a"))
+        with pytest.raises(UnknownAdapter, match="without a digest: load it"):
+            admit(mine, "a")
+        for runtime in (mine, other):
+            runtime.close()
+
+    def test_a_segment_of_no_pool_is_refused(self, deploy, path):
+        runtime = deploy(adapters={"a": path("a")})
+        for name in ("a", None):
+            with pytest.raises(SpecError, match=r"no pool has the key 'lroa': use one of \['lora'"):
+                admit(runtime, name).segment("lroa", 3)
+
     def test_C098_a_replaced_name_has_a_new_root_and_old_requests_finish_on_the_old_weights(
         self, deploy, path
     ):
@@ -318,6 +380,11 @@ class TestBlockKeys:
         keys = [prefix_block_keys(root, range(12), 4) for root in self.ROOTS]
         assert [len(k) for k in keys] == [3, 3, 3]
         assert len({key for chain in keys for key in chain}) == 9
+
+    @pytest.mark.parametrize(("tokens", "size"), [([1, 2], 0), ([1, 2], -4), ([2**63], 1)])
+    def test_what_makes_no_block_is_refused(self, tokens, size):
+        with pytest.raises(ValueError, match=r"a block has 1 token or more|does not fit int64"):
+            prefix_block_keys(b"", tokens, size)
 
     def test_a_root_is_not_mistaken_for_tokens(self):
         root = self.ROOTS[1]

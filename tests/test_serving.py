@@ -215,3 +215,26 @@ class TestValidate:
     def test_a_list_that_keeps_no_target_is_reported(self):
         (problem,) = validate_deployment(config({"targets": []}))
         assert problem.startswith("resources.lora.targets keeps nothing")
+
+
+@pytest.mark.parametrize("name", [123, True, None])
+def test_names_that_are_no_strings_are_a_problem_of_the_config(model, name):
+    with pytest.raises(SpecError, match=rf"resources\.lora\.adapters\.{name} must be a name"):
+        lora_specs(model, config({"adapters": {name: "/a", "sql": "/b"}}))
+
+
+def test_an_empty_config_has_no_problem(model):
+    assert validate_deployment(None, model) == []
+
+
+def test_a_digest_may_be_of_an_adapter_that_the_spec_declares(model, tmp_path, monkeypatch):
+    specs = model.lora_specs()
+    for spec in specs:
+        spec.add_adapter("sql", write(tmp_path / "a", Q))
+    monkeypatch.setattr(model, "lora_specs", lambda: specs)
+    assert validate_deployment(config({"adapter_digests": {"sql": "aa" * 32}}), model) == []
+
+
+def test_a_misspelt_setting_is_refused_by_size_lora_specs_too(model):
+    with pytest.raises(SpecError, match="max_slot is no setting: did you mean max_slots"):
+        size_lora_specs(model.lora_specs(), config({"max_slot": 3}))

@@ -11,7 +11,8 @@ namespace {
 #ifdef LORAMUX_X86
 // The levels x86-64-v3 and -v4, by the features that GCC 11 can ask for.
 bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
+         __builtin_cpu_supports("f16c");
 }
 
 bool has_avx512() {

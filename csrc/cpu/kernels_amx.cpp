@@ -205,6 +205,7 @@ void shrink_ranks(TileShapes& shapes, const ShrinkTask& t, const BF16* a, int64_
   float* const packed = t.scratch;                                             // [kXValues / 2, width]
   float* const sums = packed + kXValues / 2 * kTile;                           // [kTaskRows / 16, 64, width]
   BF16* const edge = reinterpret_cast<BF16*>(sums + kTaskRows * kWeightRows);  // [64, 32]
+  if (t.in_features == 0) std::memset(sums, 0, kTaskRows * kWeightRows * sizeof(float));
   for (int64_t k = 0; k < t.in_features; k += kXValues) {
     const int64_t count = smaller(kXValues, t.in_features - k);
     for (int64_t i = 0; i < t.count; i += kTile) {
@@ -228,7 +229,8 @@ void pack_h(const ExpandTask& t, float* packed, BF16* high, BF16* low) {
   for (int64_t i = 0; i < t.count * t.h_stride; i += kLanes) {
     const V value = load(t.h + i);
     store(high + i, value);
-    store(low + i, value - load(high + i));
+    const V rest = value - load(high + i);  // none where `high` is infinite
+    store(low + i, _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(rest - rest, zero(), _CMP_EQ_OQ), rest));
   }
   for (int64_t i = 0; i < t.count; i += kTile) {
     const int64_t rows = smaller(kTile, t.count - i), tile = kTile * width_for(rows);

@@ -45,7 +45,7 @@ inline TileRows resolve_tile(const PlanView& plan, int64_t word, int64_t max_cou
   if (first < 0 || count > max_count) return {};
   TileRows out{tile.slot, static_cast<int32_t>(count), {}};
   if (tile.count > 0) {
-    if (first + count > rows) return {};
+    if (first + count > std::min(rows, int64_t{1} << 31)) return {};
     for (int64_t i = 0; i < count; ++i) out.rows[i] = {static_cast<int32_t>(first + i), tile.scale};
     return out;
   }

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from reprlib import repr as short
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -83,7 +84,8 @@ class Segment(NamedTuple):
         adapter: the adapter's name, or the registration that a request holds (``LoraSpec.hold``);
             ``None`` runs the base model.
         length: tokens, at least 0.
-        scale: the request's own factor on its adapter's delta.
+        scale: the request's own factor on its adapter's delta. No prefix root tells of it, so that
+            blocks of a request of any but 1.0 are not to be shared.
     """
 
     adapter: str | Registration | None
@@ -117,7 +119,7 @@ class LoraReqConfig(ResourceReqConfig):
         if self.adapter is None:
             return
         if not isinstance(self.adapter, str):
-            raise UnknownAdapter(f"adapter must be a name or null, got {self.adapter!r}")
+            raise UnknownAdapter(f"adapter must be a name or null, got {short(self.adapter)}")
         if spec is not None and self.adapter not in spec.adapters:
             raise UnknownAdapter(unknown_adapter_text(self.adapter, spec.adapters))
 
@@ -159,7 +161,8 @@ class LoraSpec(NodeResourceSpec):
             ``max_rank`` on every target.
 
     Raises:
-        SpecError: a size below its least value or an unknown backend.
+        SpecError: a size below its least value, an unknown backend, or a digest that is of no
+            adapter or not 32 bytes.
     """
 
     num_layers: int
@@ -184,6 +187,8 @@ class LoraSpec(NodeResourceSpec):
         # What a name stands for; a registration that is served or held stands for itself.
         self._registrations: dict[str | Registration, Registration] = {}
         declared, digests = self.adapters, self.adapter_digests
+        if unknown := sorted(digests.keys() - declared.keys()):
+            raise SpecError(f"adapter_digests has {unknown}, adapters has none of that name")
         self.adapters, self.adapter_digests = {}, {}
         for name, path in declared.items():
             self._register(name, path, digests.get(name))
@@ -330,7 +335,11 @@ class LoraSpec(NodeResourceSpec):
             raise AdapterError(name, problems)
 
     def add_adapter(self, name: str, path: str, digest: bytes | None = None) -> Registration:
-        """Serve ``name`` from ``path``, whose weights digest to ``digest``, from now on."""
+        """Serve ``name`` from ``path``, whose weights digest to ``digest``, from now on.
+
+        Raises:
+            SpecError: a digest that is not 32 bytes.
+        """
         with self._lock:
             return self._register(name, path, digest)
 
@@ -345,6 +354,8 @@ class LoraSpec(NodeResourceSpec):
             self._forget(name)
 
     def _register(self, name: str, path: str, digest: bytes | None) -> Registration:
+        if digest is not None and not (isinstance(digest, bytes) and len(digest) == 32):
+            raise SpecError(f"the digest of {name!r} is {digest!r}; expected 32 bytes")
         self._forget(name)
         registration = Registration(name, path, digest)
         self._registrations[name] = self._registrations[registration] = registration

@@ -70,6 +70,12 @@ def _config(adapter: LoraAdapter) -> dict[str, Any]:
     problems: list[str] = []
     rank, ranks = _with_exceptions({name: m.rank for name, m in modules.items()}, problems)
     alpha, alphas = _with_exceptions({name: m.alpha for name, m in modules.items()}, problems)
+    kinds = {module.rslora for module in modules.values()}
+    if len(kinds) > 1:
+        problems.append(
+            "its modules are rank-stabilised in part; expected all or none, as one config can say: "
+            "convert them apart"
+        )
     if problems:
         raise AdapterError(adapter.path, problems)
     return {
@@ -78,7 +84,7 @@ def _config(adapter: LoraAdapter) -> dict[str, Any]:
         "lora_alpha": alpha,
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
-        "use_rslora": any(module.rslora for module in modules.values()),
+        "use_rslora": kinds.pop(),
         "target_modules": sorted(modules),
     }
 

@@ -101,7 +101,8 @@ def prefix_block_keys(root: bytes | None, tokens: Sequence[int], block_size: int
 
     Raises:
         UnknownAdapter: no root: the request must not be keyed.
-        ValueError: a root that is neither empty nor 32 bytes.
+        ValueError: a root that is neither empty nor 32 bytes, a block of no token, or a token id
+            outside int64.
     """
     if root is None:
         raise UnknownAdapter(
@@ -110,10 +111,15 @@ def prefix_block_keys(root: bytes | None, tokens: Sequence[int], block_size: int
         )
     if len(root) not in (len(_BASE_ROOT), 32):
         raise ValueError(f"a prefix root is empty or 32 bytes, got {len(root)} bytes")
+    if block_size < 1:
+        raise ValueError(f"a block has 1 token or more, got {block_size}")
     keys = []
     parent = root
     for end in range(block_size, len(tokens) + 1, block_size):
-        block = struct.pack(f"<{block_size}q", *tokens[end - block_size : end])
+        try:
+            block = struct.pack(f"<{block_size}q", *tokens[end - block_size : end])
+        except struct.error as error:
+            raise ValueError(f"a token id does not fit int64: {error}") from None
         # The parent's length keeps the base's empty root apart from roots that spell tokens.
         head = _BLOCK_DOMAIN + struct.pack("<q", len(parent))
         parent = hashlib.sha256(head + parent + block).digest()
@@ -136,6 +142,9 @@ class AdapterPrefixRoots:
     def read(cls, spec: LoraSpec, digests: Mapping[str, bytes] | None = None) -> AdapterPrefixRoots:
         """Every adapter that ``spec`` serves, under its digest in ``digests`` or, for one not in
         it, the digest of its file, read once.
+
+        The pool reads such a file later on: give its spec the digest too (``adapter_digests``), so
+        that one which has changed by then is refused. ``LoraRuntime`` does so.
 
         Raises:
             AdapterError: a file that has to be read cannot be served.

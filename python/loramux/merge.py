@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 from collections.abc import Collection, Mapping, MutableMapping
@@ -54,7 +55,7 @@ def merge_files(
     """Write the model in the folder ``model`` to the new folder ``out``, the adapter merged.
 
     One safetensors file of the model is in memory at a time. What else is in the folder is copied
-    last, folders and weights in other formats excepted: what a failure leaves has no config.
+    last, folders and other files of weights excepted: what a failure leaves has no config.
 
     Args:
         fan_in_fan_out: as for :func:`merge_adapter`.
@@ -63,7 +64,7 @@ def merge_files(
         AdapterError: as :func:`merge_adapter`, before anything is written; or a file that cannot
             be read or written, or a folder ``out`` that exists.
     """
-    files = sorted(Path(model).glob("*.safetensors"))
+    files = _weight_files(Path(model))
     headers = [read_safetensors(str(file), weights=False)[0] for file in files]
     state = {name: tensor for header in headers for name, tensor in header.items()}
     if problems := _misfits(state, adapter, fan_in_fan_out):
@@ -91,6 +92,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers loads. Others beside them may hold the same weights again."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        names = json.loads(index.read_text())["weight_map"].values()
+        return sorted(folder / name for name in set(names))
+    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+
+
 def _merge_file(
     file: Path, adapter: LoraAdapter, out: str, fan_in_fan_out: Collection[str]
 ) -> None:
@@ -107,7 +117,10 @@ def _misfits(
     for module, lora in adapter.modules.items():
         weight = state.get(f"{module}.weight")
         if weight is None:
-            problems.append(f"module {module!r} has no {module + '.weight'!r} in the state")
+            problems.append(
+                f"module {module!r} has no {module + '.weight'!r} in the state; expected the names "
+                "that the adapter was trained on: save the model with its head, then merge"
+            )
             continue
         shape = (lora.out_features, lora.in_features)
         expected = shape[::-1] if _transposed(module, lora, fan_in_fan_out) else shape

@@ -194,8 +194,11 @@ class ModuleLoraMap:
         for leaf, hook in hooks:
             is_beside = beside_gemm and hook.kind == "linear"
             if is_beside:
-                binding.callback(leaf.register_forward_pre_hook(hook.start).remove)
-            binding.callback(leaf.register_forward_hook(hook, always_call=is_beside).remove)
+                binding.callback(
+                    leaf.register_forward_pre_hook(hook.start, with_kwargs=True).remove
+                )
+            after = leaf.register_forward_hook(hook, with_kwargs=True, always_call=is_beside)
+            binding.callback(after.remove)
         _drop_traced_graphs()
         return binding
 
@@ -210,21 +213,23 @@ class _DeltaHook:
         self.pool, self.site, self.plan = pool, site, plan
         self._started: StartedDelta | None = None
 
-    def start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward pre-hook: begins the deltas beside the module's own forward."""
         wanted = self._is_wanted()
-        self._started = lora_start(_inputs(args), self.site, self.plan) if wanted else None
+        self._started = lora_start(_rows_of(args, kwargs), self.site, self.plan) if wanted else None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         started, self._started = self._started, None
         if started is not None:
             self._finish(output, started)
         elif self._is_wanted():
             y = self._rows(output)
             if self.kind == "embedding":
-                lora_embedding_(y, args[0].reshape(-1), self.site, self.plan)
+                lora_embedding_(y, _input(args, kwargs).reshape(-1), self.site, self.plan)
             else:
-                lora_apply_(y, _inputs(args), self.site, self.plan)
+                lora_apply_(y, _rows_of(args, kwargs), self.site, self.plan)
 
     def _finish(self, output: Any, started: StartedDelta) -> None:
         try:
@@ -264,9 +269,15 @@ class _DeltaHook:
             ) from None
 
 
-def _inputs(args: tuple[Any, ...]) -> torch.Tensor:
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The one input of a bound module, whatever it calls it."""
+    x: torch.Tensor = args[0] if args else next(iter(kwargs.values()))
+    return x
+
+
+def _rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """A linear's input as ``[rows, in]``."""
-    x: torch.Tensor = args[0]
+    x = _input(args, kwargs)
     return x.reshape(-1, x.shape[-1])
 
 

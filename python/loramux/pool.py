@@ -251,7 +251,9 @@ class LoraPool(Resource):
 
         Raises:
             UnknownAdapter: a name that the spec does not serve.
+            PoolExhausted: the pool is closed.
         """
+        self._check_open()
         for registration in [self.spec.registration(name) for name in names]:
             self._loader.submit(self._prefetch, registration)
 
@@ -260,7 +262,9 @@ class LoraPool(Resource):
 
         Raises:
             AdapterError: it cannot be served. Nothing was changed.
+            PoolExhausted: the pool is closed.
         """
+        self._check_open()
         return self._store.read(path)
 
     def adopt(self, registration: Registration, image: LoraImage) -> None:
@@ -291,6 +295,10 @@ class LoraPool(Resource):
             self._slot_of.clear()
             self._slots.clear()
             self.current, self.active, self.arriving = None, False, False
+
+    def _check_open(self) -> None:
+        if not self._slots:
+            raise PoolExhausted("the pool is closed: build another")
 
     def _read(self, step: LoraStep) -> tuple[_host.Step, list[int]]:
         """A step's segments, and the rows that a linear of each row grouping sees of them."""
@@ -346,8 +354,7 @@ class LoraPool(Resource):
 
     def _free_slots(self, kept: Set[Slot], count: int) -> list[Slot]:
         """The slots to install in, at least ``count``: empty ones, then by their last use."""
-        if not self._slots:
-            raise PoolExhausted("the pool is closed: build another")
+        self._check_open()
         distinct = count + len(kept)
         if distinct > len(self._slots):
             raise PoolExhausted(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from typing import Any, NamedTuple
 
 from .config import LoraReqConfig, LoraSpec, Registration, Segment, unknown_adapter_text
@@ -15,13 +16,16 @@ from .pool import LoraPool
 from .resource import Hold
 from .store import LoraImage
 
+_JOINT_DOMAIN = b"loramux digest over specs 1\0"
+
 
 class ServedAdapter(NamedTuple):
     """One adapter that requests may name.
 
     Attributes:
         path: where its weights were read. For the operator; a client is told names only.
-        digest: of its weights (``identity.adapter_digest``).
+        digest: of its weights (``identity.adapter_digest``); of which spec serves which, where not
+            every spec serves the same.
         created: when it was loaded, in seconds since the epoch.
     """
 
@@ -38,25 +42,39 @@ class AdapterHold(Hold):
 
     Attributes:
         adapter: the name the request gave.
-        root: what its prefix keys hang from (``identity.prefix_block_keys``).
+        root: what its prefix keys hang from (``identity.prefix_block_keys``). It does not tell of
+            a ``scale``: requests of any but 1.0 are not to be keyed.
     """
 
     def __init__(
-        self, adapter: str | None, root: bytes, held: Mapping[LoraPool, Registration]
+        self,
+        adapter: str | None,
+        root: bytes,
+        pools: Iterable[LoraPool],
+        held: Mapping[LoraPool, Registration],
     ) -> None:
         self.adapter, self.root = adapter, root
-        self._held = dict(held)
-        self._keyed = {pool.spec.resource_key: held[pool] for pool in held}
+        self._keyed = {pool.spec.resource_key: held.get(pool) for pool in pools}
+        self._held = list(held.items())
 
     def segment(self, resource_key: str, length: int, scale: float = 1.0) -> Segment:
         """The request's segment in a step of one spec's pool: base rows where that spec does not
-        serve the adapter."""
-        return Segment(self._keyed.get(resource_key), length, scale)
+        serve the adapter.
+
+        Raises:
+            SpecError: the runtime has no pool of that key.
+        """
+        if resource_key not in self._keyed:
+            raise SpecError(f"no pool has the key {resource_key!r}: use one of {[*self._keyed]}")
+        return Segment(self._keyed[resource_key], length, scale)
 
     def release(self) -> None:
         """End the request. Releasing twice is harmless."""
-        while self._held:
-            pool, registration = self._held.popitem()
+        while True:
+            try:
+                pool, registration = self._held.pop()
+            except IndexError:
+                return
             pool.spec.release(registration)
             if not pool.spec.serves(registration):
                 pool.unload(registration.name)
@@ -98,10 +116,16 @@ class LoraRuntime:
         self._changing = threading.Lock()  # one load or unload at a time
         self._lock = threading.Lock()  # what admission reads; never held while a file is read
         names = dict.fromkeys(name for pool in self._pools for name in pool.spec.adapters)
-        for done, name in enumerate(names, 1):
-            self._serve_configured(name)
-            if progress is not None:
-                progress(done, len(names))
+        pinned: MutableSequence[tuple[LoraSpec, str, str]] = []
+        try:
+            for done, name in enumerate(names, 1):
+                self._serve_configured(name, pinned)
+                if progress is not None:
+                    progress(done, len(names))
+        except BaseException:  # no digest of a runtime that is not to be stays with its specs
+            for spec, name, path in pinned:
+                spec.add_adapter(name, path)
+            raise
 
     @classmethod
     def build(
@@ -123,12 +147,20 @@ class LoraRuntime:
         request.validate()
         name = request.adapter
         if name is None:
-            return AdapterHold(None, adapter_prefix_root(None), {})
-        with self._lock:
-            self._check_served(name)
-            root = adapter_prefix_root(self._served[name].digest)
-            serving = [pool for pool in self._pools if name in pool.spec.adapters]
-            return AdapterHold(name, root, {pool: pool.spec.hold(name) for pool in serving})
+            return AdapterHold(None, adapter_prefix_root(None), self._pools, {})
+        held: dict[LoraPool, Registration] = {}
+        try:
+            with self._lock:
+                self._check_served(name)
+                for pool in self._pools:
+                    if name in pool.spec.adapters:
+                        held[pool] = pool.spec.hold(name)
+            # Of what is held: another runtime may share the specs.
+            root = adapter_prefix_root(self._digest(name, held))
+        except BaseException:
+            AdapterHold(name, b"", self._pools, held).release()
+            raise
+        return AdapterHold(name, root, self._pools, held)
 
     def load(self, name: str, path: str) -> ServedAdapter:
         """Serve the adapter at ``path`` as ``name``, on every spec.
@@ -141,12 +173,15 @@ class LoraRuntime:
         """
         with self._changing:
             images = self._read(name, path)
-            served = self._served.get(name)
-            if served is None:
+            if name not in self._served:
                 return self._install(name, path, images)
-            if served.digest != _joint_digest(image.digest for image in images.values()):
-                raise AdapterError(path, [f"{name!r} is served with other weights: replace it"])
-            return served
+            serving = [pool for pool in self._pools if name in pool.spec.adapters]
+            for pool in serving:
+                if pool.spec.registration(name).digest != images[pool].digest:
+                    raise AdapterError(path, [f"{name!r} is served with other weights: replace it"])
+            if len(serving) < len(self.pools):  # it was configured for some specs alone
+                return self._install(name, path, images)
+            return self._served[name]
 
     def replace(self, name: str, path: str) -> ServedAdapter:
         """Serve the adapter at ``path`` as ``name``, which is served already, from now on.
@@ -210,19 +245,24 @@ class LoraRuntime:
         if name not in self._served:
             raise UnknownAdapter(unknown_adapter_text(name, self._served))
 
-    def _serve_configured(self, name: str) -> None:
-        serving = [pool for pool in self._pools if name in pool.spec.adapters]
-        for pool in serving:
+    def _serve_configured(
+        self, name: str, pinned: MutableSequence[tuple[LoraSpec, str, str]]
+    ) -> None:
+        serving = {}
+        for pool in self._pools:
             spec = pool.spec
+            if name not in spec.adapters:
+                continue
             if name in spec.adapter_digests:
                 spec.check_adapter(name, spec.adapter_info(name))
             else:
                 path = spec.adapters[name]
                 image = pool.read(path)
+                pinned.append((spec, name, path))
                 pool.adopt(spec.add_adapter(name, path, image.digest), image)
-        spec = serving[0].spec
-        digest = _joint_digest(pool.spec.adapter_digests[name] for pool in serving)
-        self._publish(name, spec.adapters[name], digest)
+            serving[pool] = spec.registration(name)
+        path = next(iter(serving.values())).path
+        self._publish(name, path, self._digest(name, serving))
 
     def _read(self, name: str, path: str) -> dict[LoraPool, LoraImage]:
         if not (isinstance(name, str) and name):
@@ -230,12 +270,14 @@ class LoraRuntime:
         return {pool: pool.read(path) for pool in self._pools}
 
     def _install(self, name: str, path: str, images: Mapping[LoraPool, LoraImage]) -> ServedAdapter:
-        digest = _joint_digest(image.digest for image in images.values())
         with self._lock:
             self.roots.unregister(name)  # while it may be of other weights than the specs'
+            self._served.pop(name, None)
+            serving = {}
             for pool, image in images.items():
-                pool.adopt(pool.spec.add_adapter(name, path, image.digest), image)
-            served = self._publish(name, path, digest)
+                serving[pool] = pool.spec.add_adapter(name, path, image.digest)
+                pool.adopt(serving[pool], image)
+            served = self._publish(name, path, self._digest(name, serving))
         self._free(name)
         return served
 
@@ -248,8 +290,21 @@ class LoraRuntime:
         for pool in self._pools:
             pool.unload(name)
 
-
-def _joint_digest(digests: Iterable[bytes]) -> bytes:
-    """One digest of what several specs serve under a name: theirs, where they read it alike."""
-    distinct = list(dict.fromkeys(digests))
-    return distinct[0] if len(distinct) == 1 else hashlib.sha256(b"".join(distinct)).digest()
+    def _digest(self, name: str, serving: Mapping[LoraPool, Registration]) -> bytes:
+        """One digest of what the specs serve under a name: theirs, where all serve it alike."""
+        digests = {}
+        for pool, registration in serving.items():
+            if registration.digest is None:
+                raise UnknownAdapter(
+                    f"{name!r} was registered with its spec, without a digest: load it here"
+                )
+            digests[pool.spec.resource_key] = registration.digest
+        if not digests:
+            raise UnknownAdapter(unknown_adapter_text(name, ()))
+        if len(digests) == len(self.pools) and len(distinct := set(digests.values())) == 1:
+            return distinct.pop()
+        total = hashlib.sha256(_JOINT_DOMAIN)
+        for key, digest in sorted(digests.items()):
+            encoded = key.encode()
+            total.update(struct.pack("<q", len(encoded)) + encoded + digest)
+        return total.digest()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,7 +79,10 @@ def size_lora_specs(lora: list[LoraSpec], model_config: Mapping[str, Any]) -> No
     for spec in lora:
         if spec.resource_key != LORA_KEY:
             own = resources.get(spec.resource_key) or {}
-            spec.apply_yaml_overrides(**_inherited(resources[LORA_KEY], own))
+            block = _inherited(resources[LORA_KEY], own)
+            if problems := override_problems(block, spec.adapters):
+                raise SpecError("; ".join(f"{path} {problem}" for path, problem in problems))
+            spec.apply_yaml_overrides(**block)
 
 
 def drop_lora_specs_without_targets(specs: list[NodeResourceSpec]) -> list[NodeResourceSpec]:
@@ -114,7 +116,7 @@ def lora_specs(model: Model | None, model_config: Mapping[str, Any] | None) -> l
     if model is None or model_config is None or not lora_enabled(model_config):
         return []
     resources = model_config["resources"]
-    block = json.dumps(resources, sort_keys=True, default=repr)
+    block = repr(_in_order(resources))
     with _deployments_lock:
         built = _deployments.setdefault(model, {})
         if block not in built:
@@ -151,13 +153,15 @@ def served_lora_targets(lora: list[LoraSpec]) -> list[str] | None:
     return kept if len(kept) < len(declared) else None
 
 
-def validate_deployment(model_config: Mapping[str, Any], model: Model | None = None) -> list[str]:
+def validate_deployment(
+    model_config: Mapping[str, Any] | None, model: Model | None = None
+) -> list[str]:
     """Every problem that the config's LoRA blocks have, each with its path in the YAML.
 
     With the ``model``, also what only its specs tell: targets that none of them declares, and the
     blocks of its LoRA specs of other keys.
     """
-    return _problems(model_config, [] if model is None else model.lora_specs())
+    return _problems(model_config or {}, [] if model is None else model.lora_specs())
 
 
 def _problems(model_config: Mapping[str, Any], specs: Iterable[LoraSpec]) -> list[str]:
@@ -172,23 +176,25 @@ def _problems(model_config: Mapping[str, Any], specs: Iterable[LoraSpec]) -> lis
     if not isinstance(block, Mapping):
         return [f"resources.{LORA_KEY} must be a mapping, got {block!r}: write {{}} for defaults"]
     specs = list(specs)
-    problems = _block_problems(LORA_KEY, block, specs)
+    declared = [name for s in specs if s.resource_key == LORA_KEY for name in s.adapters]
+    problems = _block_problems(LORA_KEY, block, specs, declared)
     for spec in specs:
         own = resources.get(spec.resource_key)
         if spec.resource_key == LORA_KEY or own is None:
             continue
         if isinstance(own, Mapping):
             inherited = _inherited(block, own)
-            problems += _block_problems(spec.resource_key, own, specs, inherited.get("adapters"))
+            adapters = inherited.get("adapters", spec.adapters)
+            problems += _block_problems(spec.resource_key, own, specs, adapters)
         else:
             problems.append(f"resources.{spec.resource_key} must be a mapping, got {own!r}")
     return problems
 
 
 def _block_problems(
-    key: str, block: Mapping[str, Any], specs: Sequence[LoraSpec], adapters: Any = None
+    key: str, block: Mapping[str, Any], specs: Sequence[LoraSpec], adapters: Any
 ) -> list[str]:
-    problems = override_problems(block, adapters or ())
+    problems = override_problems(block, adapters)
     paths = block.get("adapters")
     for name, path in paths.items() if isinstance(paths, Mapping) else ():
         if isinstance(path, str) and not os.path.isfile(file := resolve_adapter_path(path)):
@@ -212,6 +218,13 @@ def _inherited(block: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
     """What of the ``lora:`` block holds for a spec with a block of its own."""
     replaced = {*own, "adapter_digests"} if "adapters" in own else set(own)
     return {key: value for key, value in block.items() if key not in replaced}
+
+
+def _in_order(value: Any) -> Any:
+    """A config's value with the keys of its mappings, whatever they are, in one order."""
+    if isinstance(value, Mapping):
+        return sorted((repr(key), _in_order(inner)) for key, inner in value.items())
+    return [*map(_in_order, value)] if isinstance(value, list) else value
 
 
 def _owned_by(spec: LoraSpec) -> Callable[[str], bool]:

@@ -35,7 +35,7 @@ from .checkpoint import (
     place_modules,
 )
 from .config import LoraSpec, Registration
-from .errors import AdapterError
+from .errors import AdapterError, SpecError
 from .identity import joined_digest, tensor_digest
 from .site import table_row
 from .target import LoraTarget
@@ -66,6 +66,8 @@ class SlotLayout:
     """
 
     def __init__(self, spec: LoraSpec, dtype: torch.dtype, rank: int = 0, world_size: int = 1):
+        if not 0 <= rank < world_size:
+            raise SpecError(f"rank {rank} is none of the {world_size} from 0 on")
         self.spec, self.dtype, self.rank, self.world_size = spec, dtype, rank, world_size
         self.max_rank = padded_rank(spec.max_rank)
         local = {name: target.shard(world_size) for name, target in spec.targets.items()}
@@ -234,6 +236,14 @@ def _lay_out(
     for site in layout.sites:
         parts = [placed.get((site.target, site.layer, i)) for i in range(site.local.num_slices)]
         ranks = [padded_rank(part.a.shape[0]) if part else 0 for part in parts]
+        if max(ranks) > layout.max_rank:
+            raise AdapterError(
+                adapter.path,
+                [
+                    f"its rank is {max(ranks)}; expected at most {layout.max_rank}, the spec's "
+                    "when the pool was built: build a pool of the spec as it is now"
+                ],
+            )
         sources = _sources(adapter, parts, site, layout)
         offsets = []
         for source, shape in zip(sources, block_shapes(site.local, ranks), strict=True):

@@ -67,6 +67,8 @@ class LoraTarget:
             raise SpecError(f"kind is {self.kind!r}; use 'linear' or 'embedding'")
         if self.num_slices > 1 and not self.slice_names:
             raise SpecError(f"{self.num_slices} slices need slice_names, one each")
+        if len(set(self.slice_names)) < len(self.slice_names):
+            raise SpecError(f"slice_names {self.slice_names} has a name twice")
         for field in ("slice_names", "slice_units", "slice_align"):
             values = getattr(self, field)
             if values and len(values) != self.num_slices:
