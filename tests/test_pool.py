@@ -360,8 +360,9 @@ def test_a_closed_pool_holds_nothing_and_says_so(serve):
     pool.close()
     assert pool.counters["on_host"] == pool.counters["resident"] == []
     assert (site.weights, plan.buffer.numel(), plan.scratch.numel()) == ([], 0, 0)
-    with pytest.raises(PoolExhausted, match="the pool is closed"):
-        pool.begin_step(LoraStep((Segment("a", 1),)))
+    for name in ("a", None):
+        with pytest.raises(PoolExhausted, match="the pool is closed"):
+            pool.begin_step(LoraStep((Segment(name, 1),)))
     lease.release()
 
 

@@ -330,6 +330,7 @@ class LoraPool(Resource):
         images: dict[Registration, LoraImage] = {}
         while True:
             with self._lock:
+                self._check_open()
                 is_done = _host.lease(self._slot_of, wanted, self._clock + 1, held)
                 missing = {}
                 if not is_done:
@@ -354,7 +355,6 @@ class LoraPool(Resource):
 
     def _free_slots(self, kept: Set[Slot], count: int) -> list[Slot]:
         """The slots to install in, at least ``count``: empty ones, then by their last use."""
-        self._check_open()
         distinct = count + len(kept)
         if distinct > len(self._slots):
             raise PoolExhausted(
