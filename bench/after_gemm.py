@@ -1,8 +1,8 @@
-"""What a decode call adds to the base GEMM that it follows: the figure that a user feels.
+"""What a call adds to the base GEMM that it follows: the figure that a user feels.
 
 CUDA graphs over layers whose base weights and adapters are cold in L2: ``y = x @ W^T`` alone,
 with ``lora_apply_`` behind each product, and with ``lora_start`` and ``lora_finish_`` around it.
-The decode cases of the other benchmarks.
+The decode cases of the other benchmarks, and a prefill. The floor is that of the call alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ import torch
 
 from loramux import StepPlan, lora_apply_, lora_finish_, lora_start
 
-from .common import BYTES_PER_US, COLD_BYTES, SITES, arena_sites, graph_us, write_results
+from .common import COLD_BYTES, SITES, arena_sites, graph_us, write_results
+
+GOALS = {  # added to a layer, in percent, by rows, adapters and rank
+    (1, 1, 16): 5,
+    (32, 1, 16): 6,
+    (32, 4, 16): 8,
+    (32, 32, 16): 23,
+    (64, 64, 16): 40,
+    (32, 4, 64): 14,
+    (32, 32, 64): 75,
+    (8192, 8, 16): 9.5,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,16 +40,23 @@ def run(options: argparse.Namespace) -> None:
     print(f"{'case':40} {'GEMM us':>8} {'behind':>8} {'beside':>8} {'floor':>8} {'%':>6} {'%':>6}")
     rows = []
     for case in cases:
-        if case["phase"] == "decode" and options.only in case["site"]:
+        wanted = case["phase"] == "decode" or (case["rows"], case["rank"]) == (8192, 16)
+        if wanted and options.only in ("", case["site"]):
             rows.append(measure(case))
             print(_line(rows[-1]))
-    for shape in dict.fromkeys((row["rows"], row["adapters"], row["rank"]) for row in rows):
-        same = [row for row in rows if (row["rows"], row["adapters"], row["rank"]) == shape]
+    for shape in dict.fromkeys(map(_shape, rows)):
+        same = [row for row in rows if _shape(row) == shape]
         if len(same) == len(SITES):
             keys = ("gemm_us", "added_us", "beside_us", "floor_us")
-            name = "a layer: {} rows, {} adapters, r{}".format(*shape)
-            print(_figures(name, *(sum(row[key] for row in same) for key in keys)))
+            name = "a layer: {} rows, {} of {} adapters, r{}".format(*shape)
+            goal = GOALS.get((shape[0], shape[1], shape[3]))
+            figures = _figures(name, *(sum(row[key] for row in same) for key in keys))
+            print(figures, f" goal {goal}" if goal else "")
     write_results(options.json, rows)
+
+
+def _shape(row: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(row[key] for key in ("rows", "adapters", "slots", "rank"))
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
@@ -51,9 +69,10 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         torch.randn(width, shape.width_in, dtype=dtype, device="cuda") / 64 for _ in range(layers)
     ]
     plan = StepPlan(rows, slots + 1, "cuda", len(shape.widths) * rank)
-    plan.update(
-        [slots - adapters + 1 + i % adapters for i in range(rows)], [1] * rows, [1.0] * rows
-    )
+    slot_of_row = [slots - adapters + 1 + i % adapters for i in range(rows)]
+    if case["phase"] == "prefill":
+        slot_of_row.sort()
+    plan.update(slot_of_row, [1] * rows, [1.0] * rows)
     x = torch.randn(rows, shape.width_in, dtype=dtype, device="cuda")
     y = torch.empty(rows, width, dtype=dtype, device="cuda")
 
@@ -69,15 +88,23 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         base(i)
         lora_finish_(y, started)
 
+    for call in (both, beside):
+        call(0)
+        for row in (0, rows - 1):
+            want = x[row].double() @ weights[0].double().T
+            for part in sites[0].slices(slot_of_row[row]):
+                want[part.columns] += x[row].double() @ part.a.double().T @ part.b.double().T
+            error = (y[row].double() - want).norm() / want.norm()
+            assert error < 1e-2, f"wrong result: relative error {error:.2e}"
     count = max(layers, 24)
     gemm_us, both_us, beside_us = (graph_us(call, count) for call in (base, both, beside))
-    floor_bytes = adapters * shape.weight_bytes(rank) + 4 * rows * width
     return {
-        **{key: case[key] for key in ("site", "rows", "adapters", "slots", "rank")},
+        **{key: case[key] for key in ("site", "rows", "adapters", "slots", "rank", "phase")},
+        "dtype": "bfloat16",
         "gemm_us": round(gemm_us, 3),
         "added_us": round(both_us - gemm_us, 3),
         "beside_us": round(beside_us - gemm_us, 3),
-        "floor_us": round(floor_bytes / BYTES_PER_US, 3),
+        "floor_us": round(shape.floor_us(rows, adapters, rank), 3),
     }
 
 

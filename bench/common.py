@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -86,15 +87,45 @@ def arena_sites(
 def grouped_torch(
     site: LoraSite, groups: Sequence[tuple[int, torch.Tensor]]
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """The definition in torch, rows grouped by slot: gather, two matmuls, index_add."""
-    parts = [(rows, list(site.slices(slot))) for slot, rows in groups]
+    """The definition in torch, rows grouped by slot, which are slices where they are neighbours."""
+    parts = [(_as_slice(rows), rows, list(site.slices(slot))) for slot, rows in groups]
 
     def call(y: torch.Tensor, x: torch.Tensor) -> None:
-        for rows, slices in parts:
-            gathered = x[rows]
+        for neighbours, rows, slices in parts:
+            gathered = x[rows if neighbours is None else neighbours]
             for part in slices:
-                delta = (gathered @ part.a.T) @ part.b.T
-                y[:, part.columns].index_add_(0, rows, delta, alpha=part.scale)
+                h = gathered @ part.a.T
+                if neighbours is None:
+                    y[:, part.columns].index_add_(0, rows, h @ part.b.T, alpha=part.scale)
+                else:
+                    y[neighbours, part.columns].addmm_(h, part.b.T, alpha=part.scale)
+
+    return call
+
+
+def _as_slice(rows: torch.Tensor) -> slice | None:
+    first, count = int(rows[0]), len(rows)
+    return slice(first, first + count) if int(rows[-1]) == first + count - 1 else None
+
+
+def gathered_torch(
+    site: LoraSite, slot_of_row: torch.Tensor
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """The definition in torch, every row's own A and B gathered and contracted in one einsum each.
+
+    The weights are stacked: ``[adapters, rank, in]`` and ``[adapters, width, rank]``.
+    """
+    adapters = [list(site.slices(slot)) for slot in range(1, site.num_slots)]
+    stacked = [
+        (parts[0].columns, torch.stack([p.a for p in parts]), torch.stack([p.b for p in parts]))
+        for parts in zip(*adapters, strict=True)
+    ]
+    index = slot_of_row - 1
+
+    def call(y: torch.Tensor, x: torch.Tensor) -> None:
+        for columns, a, b in stacked:
+            h = torch.einsum("ni,nri->nr", x, a[index])
+            y[:, columns] += torch.einsum("nr,nor->no", h, b[index])
 
     return call
 
@@ -133,7 +164,8 @@ def write_results(path: str | None, rows: list[dict[str, Any]]) -> None:
         "torch": torch.__version__,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "commit": commit(),
-        "command": "python -m bench " + " ".join(sys.argv[1:]),
+        "environment": {k: v for k, v in os.environ.items() if k.startswith("LORAMUX_")},
+        "command": "python -m bench " + shlex.join(sys.argv[1:]),
     }
     lines = ",\n".join("    " + json.dumps(row) for row in rows)
     head = json.dumps(about, indent=2)[:-2]
@@ -142,7 +174,8 @@ def write_results(path: str | None, rows: list[dict[str, Any]]) -> None:
 
 def commit() -> str | None:
     """What is measured; ``LORAMUX_COMMIT`` says so where there is no repository."""
-    return os.environ.get("LORAMUX_COMMIT") or _output("git", "rev-parse", "HEAD")
+    described = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return os.environ.get("LORAMUX_COMMIT") or _output(*described)
 
 
 def _cpu_name() -> str:

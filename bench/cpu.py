@@ -1,4 +1,4 @@
-"""The CPU kernels over the decode grid, beside two ways to write the same in torch.
+"""The CPU kernels over decode steps of up to 32 rows, beside two ways to write the same in torch.
 
 One call is a shrink and an expand of one site. ``grouped`` is the definition with rows grouped by
 adapter; ``gathered`` copies every row's own A and B and contracts them in one einsum each. The
@@ -19,7 +19,14 @@ import torch
 
 from loramux import LoraSite, StepPlan, lora_apply_
 
-from .common import SITES, SiteShape, arena_sites, grouped_torch, write_results
+from .common import (
+    SITES,
+    SiteShape,
+    arena_sites,
+    gathered_torch,
+    grouped_torch,
+    write_results,
+)
 
 RANKS = (16, 64)
 ROWS_AND_ADAPTERS = ((1, 1), (8, 1), (8, 8), (32, 1), (32, 4), (32, 32))
@@ -48,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
         if options.only in name:
             rows.append(measure(shape, count, adapters, rank, dtype, options.seconds))
             print(_line(name, rows[-1]), flush=True)
-    for key in ("grouped", "gathered"):
+    for key in ("grouped", "gathered") if rows else ():
         ratios = [row[f"{key}_us"] / row["us"] for row in rows]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         print(f"x {key}: {mean:.2f} in geometric mean, least {min(ratios):.2f}")
@@ -92,23 +99,6 @@ def measure(
 
 def native(site: LoraSite, plan: StepPlan) -> Call:
     return lambda y, x: lora_apply_(y, x, site, plan)
-
-
-def gathered_torch(site: LoraSite, slot_of_row: torch.Tensor) -> Call:
-    """Stacked weights ``[adapters, rank, in]`` and ``[adapters, width, rank]``, gathered by row."""
-    adapters = [list(site.slices(slot)) for slot in range(1, site.num_slots)]
-    stacked = [
-        (parts[0].columns, torch.stack([p.a for p in parts]), torch.stack([p.b for p in parts]))
-        for parts in zip(*adapters, strict=True)
-    ]
-    index = slot_of_row - 1
-
-    def call(y: torch.Tensor, x: torch.Tensor) -> None:
-        for columns, a, b in stacked:
-            h = torch.einsum("ni,nri->nr", x, a[index])
-            y[:, columns] += torch.einsum("nr,nor->no", h, b[index])
-
-    return call
 
 
 def _check(calls: Sequence[Call], y: torch.Tensor, x: torch.Tensor) -> None:

@@ -1,7 +1,9 @@
 """The CUDA kernels over the decode and prefill grids that the peers were measured on.
 
 One call is a shrink and an expand of one site, in a CUDA graph of calls on different layers'
-weights (more than 200 MB, so that L2 is cold); microseconds are the median of 7 replays.
+weights (more than 200 MB, so that they are cold in L2; x and y are the same in every call);
+microseconds are the median of 7 replays. ``torch_us`` is of the definition in torch, the faster of
+rows grouped by adapter and, in decode steps, of every row's own weights gathered.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ import torch
 
 from loramux import StepPlan, lora_apply_, lora_expand_, lora_shrink
 
-from .common import COLD_BYTES, SITES, arena_sites, graph_us, grouped_torch, write_results
+from .common import (
+    COLD_BYTES,
+    SITES,
+    arena_sites,
+    gathered_torch,
+    graph_us,
+    grouped_torch,
+    write_results,
+)
 
 PEERS = ("vllm", "csgmv", "csgmv_graph256", "triton_v2")
 
@@ -46,7 +56,8 @@ def run(options: argparse.Namespace) -> None:
             rows.append(measure(peer, options.part, with_torch=not options.no_torch))
             print(_line(name, rows[-1]))
     for phase in ("decode", "prefill"):
-        if chosen := [row for row in rows if row["phase"] == phase]:
+        chosen = [row for row in rows if row["phase"] == phase and row["peer_us"]]
+        if chosen:
             print(_summary(phase, chosen))
     write_results(options.json, rows)
 
@@ -55,14 +66,16 @@ def measure(peer: dict[str, Any], part: str | None, *, with_torch: bool) -> dict
     """One row of the grid."""
     us, torch_us = call_us(peer, part, with_torch=with_torch)
     floor_us = SITES[peer["site"]].floor_us(*(peer[key] for key in ("rows", "adapters", "rank")))
+    is_whole = part in (None, "pair")  # only then can it be compared
     return {
         **{key: peer[key] for key in ("site", "rows", "adapters", "slots", "rank", "phase")},
         "dtype": "bfloat16",
         "us": round(us, 3),
         "floor_us": round(floor_us, 3),
         "torch_us": torch_us and round(torch_us, 2),
-        "peer_us": min(peer[name] for name in PEERS if peer[name]),
-        "goal_us": round(_goal(peer, floor_us), 2),
+        "peer_us": min(peer[name] for name in PEERS if peer[name]) if is_whole else None,
+        "goal_us": round(_goal(peer, floor_us), 2) if is_whole else None,
+        **({"part": part} if part else {}),
     }
 
 
@@ -76,7 +89,7 @@ def call_us(
     """
     shape, dtype = SITES[case["site"]], torch.bfloat16
     rows, adapters, slots, rank = (case[key] for key in ("rows", "adapters", "slots", "rank"))
-    layers = min(max(math.ceil(COLD_BYTES / (adapters * shape.weight_bytes(rank))), 4), 512)
+    layers = min(max(math.ceil(COLD_BYTES / (adapters * shape.weight_bytes(rank))), 4), 1024)
     sites = arena_sites(shape, slots, rank, layers, dtype, "cuda")
     slot_of_row = [slots - adapters + 1 + i % adapters for i in range(rows)]
     if case["phase"] == "prefill":
@@ -104,9 +117,16 @@ def call_us(
     }[part]
     us = graph_us(call, count)
     torch_us = None
-    if with_torch:
-        calls = [grouped_torch(site, groups) for site in sites[:4]]
-        torch_us = graph_us(lambda i: calls[i % len(calls)](y, x), 8)
+    if with_torch and part in (None, "pair"):
+        of_torch = [[grouped_torch(site, groups) for site in sites]]
+        if case["phase"] == "decode":
+            slots_of_rows = torch.tensor(slot_of_row, device="cuda")
+            of_torch.append([gathered_torch(site, slots_of_rows) for site in sites])
+        count = layers if case["phase"] == "decode" else min(layers, 16)
+        torch_us = min(
+            graph_us(lambda i, calls=calls: calls[i % layers](y, x), count)  # type: ignore[misc]
+            for calls in of_torch
+        )
     return us, torch_us
 
 
@@ -135,6 +155,8 @@ def _name(peer: dict[str, Any]) -> str:
 
 def _line(name: str, row: dict[str, Any]) -> str:
     us, floor = row["us"], row["floor_us"]
+    if row["peer_us"] is None:
+        return f"{name:38} {us:8.2f}"
     to_torch = f"{row['torch_us'] / us:8.1f}" if row["torch_us"] else " " * 8
     return (
         f"{name:38} {us:8.2f} {floor:8.2f} {us / floor:8.2f} {floor * 4200 / us:6.0f} {to_torch} "

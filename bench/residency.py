@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    print(f"{os.cpu_count()} cores, device {options.device}; medians")
+    print(f"{os.cpu_count()} cores, device {options.device}; medians, of swap_slowdown the least")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for row in _rows(Path(folder), options):
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _rows(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    on_cuda = options.device == "cuda"
+    on_cuda = torch.device(options.device).type == "cuda"
     yield from begin_step_rows(folder, options.device, options.turns)
     yield planner_row("planner_us_256x64", SEGMENTS, 1, options.turns)
     yield planner_row("planner_us_64x128", ADAPTERS, 128, options.turns)
