@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch
@@ -27,10 +28,12 @@ from loramux.checkpoint import (
     read_lora_file,
 )
 from loramux.errors import AdapterError
+from loramux.peft_config import keys_by_module
 
 Q0 = "model.layers.0.self_attn.q_proj"
 ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+KEYS = st.sampled_from(["a.*b", "(a|b)", "^a", "a$", r"a\.b", ".*"])
 
 
 def assert_says(error: object, *parts: str) -> None:
@@ -48,6 +51,8 @@ def assert_says(error: object, *parts: str) -> None:
         {"alpha_pattern": {"^model.layers.0.*": 5, r"self_attn\.(q|k)_proj": 7, "v_proj": 9}},
         {"target_modules": ["embed_tokens", "lm_head", "down_proj"]},
         {"init_lora_weights": "gaussian", "layers_to_transform": [1], "lora_dropout": 0.1},
+        {"init_lora_weights": "Gaussian"},
+        {"init_lora_weights": "mica", "r": 4},
     ],
     ids=str,
 )
@@ -135,11 +140,48 @@ class TestConfig:
         text = refusal(lora_adapter_from_tensors, factors("a.q"), config, rename)
         assert_says(text, "'a.q'", "convert_keys", "rename")
 
+    @given(
+        st.lists(st.text(alphabet="ab.-", min_size=1, max_size=6) | KEYS, max_size=5, unique=True),
+        st.lists(st.lists(st.sampled_from(["a", "b", "ab", "a-b"]), min_size=1).map(".".join)),
+    )
+    def test_names_among_the_keys_match_as_the_patterns_they_are(self, keys, modules):
+        want = {}
+        for module in modules:
+            matching = [key for key in keys if re.match(rf"(.*\.)?({key})$", module)]
+            if matching:
+                want[module] = matching[0]
+        idle = [key for key in keys if key not in want.values()]
+        problems = []
+        assert keys_by_module(keys, modules, problems) == (want, idle)
+        assert not problems
+
+    def test_a_name_for_every_module_is_no_pattern_to_wait_for(self, monkeypatch):
+        monkeypatch.setattr("loramux.peft_config._MAX_PATTERN_SECONDS", 0.0)
+        names = [f"layers.{i}.experts.{j}.up" for i in range(40) for j in range(64)]
+        problems = []
+        keys, idle = keys_by_module(names, names, problems)
+        assert (keys, idle, problems) == (dict(zip(names, names, strict=True)), [], [])
+
     def test_a_pattern_cannot_hold_the_reader_up(self, monkeypatch):
         monkeypatch.setattr("loramux.peft_config._MAX_PATTERN_SECONDS", 0.2)
         name = ".".join("a" * 100)
         config = {**PLAIN, "alpha_pattern": {f".*.*.*x{i}": 1 for i in range(500)}}
         assert_says(refusal(lora_adapter_from_tensors, factors(name), config), "take more than 0.2")
+
+
+def test_linears_called_as_megatrons_are_read():
+    adapter = lora_adapter_from_tensors(factors("a.linear_out") | factors("a.linear_in"), PLAIN)
+    assert sorted(adapter.modules) == ["a.linear_in", "a.linear_out"]
+    megatron = {"decoder.layers.0.adapter.linear_in.weight": torch.ones(2, 2)}
+    assert_says(refusal(lora_adapter_from_tensors, megatron, PLAIN), "Megatron layout")
+
+
+def test_a_header_of_faults_is_told_in_part(tmp_path):
+    entries = {f"t{i}": 1 for i in range(5000)}
+    (tmp_path / "adapter_model.safetensors").write_bytes(safetensors_bytes(entries))
+    text = refusal(read_lora_file, str(tmp_path))
+    assert_says(text, "'t99' has", "more of them; expected at most 100 faults")
+    assert "'t100' has" not in str(text)
 
 
 class TestFiles:

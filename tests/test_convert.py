@@ -95,6 +95,25 @@ def test_nothing_is_written_where_the_file_is_refused(tmp_path, capsys):
     assert not out.exists()
 
 
+@pytest.mark.parametrize("name", ["a+b.q_proj", "a[0].q_proj", "x(y.q_proj"])
+def test_a_name_that_ends_like_anothers_key_can_be_a_pattern_or_is_refused(tmp_path, name):
+    modules = {
+        module: LoraModule(torch.ones(1, 3), torch.ones(2, 1), alpha=alpha)
+        for module, alpha in {"q_proj": 3.0, name: 1.0, "c.v": 1.0, "d.v": 1.0}.items()
+    }
+    with pytest.raises(AdapterError, match="a name that ends like theirs"):
+        write_peft(LoraAdapter(modules), str(tmp_path / "out"))
+
+
+def test_scales_of_two_kinds_are_refused(tmp_path):
+    modules = {
+        name: LoraModule(torch.ones(4, 3), torch.ones(2, 4), 4.0, rslora=name == "a")
+        for name in "ab"
+    }
+    with pytest.raises(AdapterError, match="rank-stabilised in part"):
+        write_peft(LoraAdapter(modules), str(tmp_path / "out"))
+
+
 def test_a_name_that_no_pattern_can_have_is_refused(tmp_path):
     modules = {
         name: LoraModule(torch.ones(rank, 3), torch.ones(2, rank), alpha=1.0)

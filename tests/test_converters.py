@@ -279,3 +279,38 @@ def test_hostile_names_and_shapes_end_in_typed_errors(convert_keys, module, part
     with pytest.raises(AdapterError):
         read(tensors, convert_keys)
     assert tensors == before
+
+
+@pytest.mark.parametrize(
+    "convert", [kohya({"m": "m"}, scale=10.0), diffusers(scale=10.0), mlx(scale=10.0)]
+)
+def test_a_stated_scale_is_every_modules_whatever_name_its_adapter_has(convert):
+    ones = torch.ones
+    tensors = {
+        "base_model.model.m.lora_A.default.weight": ones(2, 4),
+        "base_model.model.m.lora_B.default.weight": ones(4, 2),
+        "base_model.model.e.lora_embedding_A.default": ones(2, 4),
+        "base_model.model.e.lora_embedding_B.default": ones(4, 2),
+    }
+    config = {"r": 2, "lora_alpha": 4}
+    adapter = lora_adapter_from_tensors(tensors, config, convert)
+    assert {name: module.scale for name, module in adapter.modules.items()} == {"m": 10, "e": 10}
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_diffusers_factors_may_name_their_adapter(prefix):
+    tensors = {f"{prefix}m.lora_{ab}.default.weight": torch.ones(2, 2) for ab in "AB"}
+    assert list(lora_adapter_from_tensors(tensors, None, diffusers()).modules) == ["m"]
+
+
+def test_a_name_of_megabytes_is_left_to_the_reader():
+    name = "a" + ".lora_" * (1 << 20) + "\n"
+    assert list(rename(lambda module: module)({name: torch.ones(1)})) == [name]
+
+
+def test_more_components_than_a_pipeline_has_are_refused(tmp_path):
+    path = tmp_path / "adapter_model.safetensors"
+    config = {f"c{i}.r": 4 for i in range(17)}
+    save_file(pair("unet.q"), path, {"lora_adapter_metadata": json.dumps(config)})
+    with pytest.raises(AdapterError, match="is for 17 components; expected at most 16"):
+        read_lora_file(str(path), diffusers())

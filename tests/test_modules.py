@@ -477,3 +477,10 @@ def test_an_output_that_has_no_rows_is_refused(change, text):
     pool.active = True
     with spec.module_map.bind(model, pool), pytest.raises(SpecError, match=text):
         model["odd"](torch.randn(2, 3, 16))
+
+
+def test_an_embedding_that_renorms_its_vectors_is_no_target():
+    model = nn.ModuleDict(
+        dict(emb=nn.Embedding(8, 4, max_norm=1.0), plain=nn.Embedding(8, 4), l=nn.Linear(4, 4))
+    )
+    assert "emb" not in module_lora_spec(model).targets

@@ -135,7 +135,7 @@ NOT_SERVED = ("none or its default", "export the adapter as a plain LoRA")
 TRAINED = "write what the adapter was trained with"
 RANK = ("a whole number of at least 1", TRAINED)
 FINITE = ("a finite number", TRAINED)
-INITS = ("one of (True, False, 'gaussian', 'eva', 'orthogonal')", "weight_conversion")
+INITS = ("one of (True, False, 'gaussian', 'eva', 'orthogonal', 'mica')", "weight_conversion")
 NAMED = ("a module's name", "name it")
 SHORT = ("a name, or a pattern of at most", "name the modules instead")
 

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -29,6 +30,7 @@ from .errors import AdapterError
 MAX_HEADER_BYTES = 16 << 20  # about 80,000 tensors
 MAX_SIDECAR_BYTES = 4 << 20
 _MAX_DIMS = 8
+_MAX_PROBLEMS = 100  # of a header's entries, that are told
 _CHUNK_BYTES = 4 << 20
 _MAX_THREADS = 8  # of 16, most wait for the interpreter's lock: a load takes longer
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -328,7 +330,16 @@ def _open(path: str) -> BinaryIO:
                 "the file itself there"
             ],
         )
-    return open(real, "rb")
+    return open(real, "rb", opener=_open_unchanged)
+
+
+def _open_unchanged(path: str, flags: int) -> int:
+    """A link that has taken the file's place since is not followed, nor a pipe waited for."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(0, "it is no file any more")
+    return descriptor
 
 
 def _missing(path: str) -> str:
@@ -369,6 +380,11 @@ def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, _Entry], dict[str
     if not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
         problems.append(f"its __metadata__ is {short(metadata)}; expected strings by name: {_ANEW}")
     for name, value in header.items():
+        if len(problems) == _MAX_PROBLEMS:
+            problems.append(
+                f"its header has more of them; expected at most {_MAX_PROBLEMS} faults: {_ANEW}"
+            )
+            break
         try:
             entries[name] = _parse_entry(value)
         except ValueError as error:

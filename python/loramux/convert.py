@@ -96,12 +96,14 @@ def _with_exceptions(numbers: Mapping[str, N], problems: list[str]) -> tuple[N, 
     """
     ((common, _),) = Counter(numbers.values()).most_common(1)
     others = {name: number for name, number in numbers.items() if number != common}
-    if unfit := [name for name in others if not _KEY.fullmatch(name)]:
+    keys_that_fit = [name for name in others if _KEY.fullmatch(name)]
+    matched, _ = keys_by_module(keys_that_fit, numbers, problems)
+    if unfit := [name for name in {**others, **matched} if not _KEY.fullmatch(name)]:
         problems.append(
-            f"modules {unfit} of another rank or alpha; expected names as {_KEY.pattern}"
+            f"modules {unfit} of another rank or alpha, or with a name that ends like theirs; "
+            f"expected names as {_KEY.pattern}: rename them"
         )
         return common, {}
-    matched, _ = keys_by_module(others, numbers, problems)
     keys = sorted(matched, key=lambda name: (-len(name), name.count(".")))
     return common, {name: numbers[name] for name in keys}
 

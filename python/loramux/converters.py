@@ -14,14 +14,18 @@ import torch
 
 from .checkpoint import ConvertKeys, Tensors
 from .errors import AdapterError
+from .tensor_names import MAX_NAME_CHARS
 
 _KOHYA = re.compile(r"(?P<module>.+)\.(?P<part>lora_down\.weight|lora_up\.weight|alpha)")
 _DIFFUSERS = re.compile(r"(?P<module>.+)\.(?P<part>lora(_linear_layer)?\.(down|up)\.weight)")
-_BARE_PEFT = re.compile(r"(?!base_model\.)(?P<module>.+)\.(?P<part>lora_[AB]\.weight|alpha)")
+_BARE_PEFT = re.compile(
+    r"(?!base_model\.)(?P<module>.+)\.(?P<part>lora_[AB](?:\.[^.]+)?\.weight|alpha)"
+)
 _MLX = re.compile(r"(?P<module>.+)\.(?P<part>lora_[ab])")
 _ANY = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.(?P<part>alpha|(?:lora_|base_layer\.).*)"
 )
+_A = re.compile(r"(?P<module>.+)\.(?:lora_A(?:\.[^.]+)?\.weight|lora_embedding_A(?:\.[^.]+)?)")
 
 _PEFT_PARTS = {
     "lora_down.weight": "lora_A.weight",
@@ -141,6 +145,8 @@ def _new_name(
     layouts: Collection[re.Pattern[str]],
     module_name: Callable[[str], str | None],
 ) -> str:
+    if len(name) > MAX_NAME_CHARS:  # the reader refuses it
+        return name
     for layout in layouts:
         if match := layout.fullmatch(name):
             module, part = module_name(match["module"]), match["part"]
@@ -153,8 +159,8 @@ def _with_alphas(tensors: Tensors, converted: Collection[str], scale: float | No
     """The alphas that a scale says, ``scale * r``; with none, r for the converted that lack one."""
     alphas = {}
     for name in converted if scale is None else tensors:
-        if name.endswith(".lora_A.weight") and tensors[name].dim():
-            alpha = name.removesuffix("lora_A.weight") + "alpha"
+        if (match := _A.fullmatch(name)) and tensors[name].dim():
+            alpha = f"{match['module']}.alpha"
             if scale is not None or alpha not in tensors:
                 rank = tensors[name].shape[0]
                 value = rank if scale is None else scale * rank

@@ -20,6 +20,7 @@ from .peft_config import parse_peft_config
 
 KEY = "lora_adapter_metadata"
 
+_MAX_COMPONENTS = 16  # of a pipeline; each is matched with every module
 _A = re.compile(r"(?P<module>.+)\.(lora_A|lora\.down|lora_linear_layer\.down)\.weight")
 
 
@@ -93,4 +94,10 @@ def _by_component(text: str, problems: list[str]) -> dict[str, dict[str, Any]]:
     for key, value in fields.items():
         component, _, field = key.rpartition(".")
         configs.setdefault(component, {})[field] = value
+    if len(configs) > _MAX_COMPONENTS:
+        problems.append(
+            f"the file's metadata {KEY!r} is for {len(configs)} components; expected at most "
+            f"{_MAX_COMPONENTS}: export the adapter anew"
+        )
+        return {}
     return configs

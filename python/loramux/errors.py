@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_SHOWN = 128  # problems in an error's text
+
 
 class LoraError(Exception):
     """Base of every error loramux raises on purpose."""
@@ -27,7 +29,9 @@ class AdapterError(LoraError, ValueError):
     def __init__(self, path: str, problems: Sequence[str]) -> None:
         self.path = path
         self.problems = tuple(problems)
-        lines = "".join(f"\n  - {problem}" for problem in self.problems)
+        lines = "".join(f"\n  - {problem}" for problem in self.problems[:_SHOWN])
+        if len(self.problems) > _SHOWN:
+            lines += f"\n  and {len(self.problems) - _SHOWN} more"
         super().__init__(f"cannot serve the adapter {path!r}:{lines}")
 
 

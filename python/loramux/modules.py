@@ -370,6 +370,8 @@ def _shape(module: nn.Module) -> _Shape | None:
     if isinstance(module, nn.Linear):
         return _Shape("linear", module.in_features, module.out_features)
     if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+        if module.max_norm is not None:  # of A's vectors too, where PEFT runs it
+            return None
         return _Shape("embedding", module.num_embeddings, module.embedding_dim)
     weight = getattr(module, "weight", None)
     if type(module).__name__ == "Conv1D" and isinstance(weight, torch.Tensor) and weight.dim() == 2:

@@ -68,7 +68,9 @@ _FEATURES = {
 _RANK = "a whole number of at least 1"
 _ALPHA = "a finite number"
 _CORRECT = "write what the adapter was trained with"
-_PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
+_PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
+_ANY_CASE = ("gaussian", "mica")
+_PLAIN_KEY = re.compile(r"[\w.-]+")
 
 # Python's re backtracks: every group and repeat of a pattern multiplies the time of a match.
 _MAX_CHOICES = 3
@@ -171,7 +173,7 @@ def parse_peft_config(config: object, problems: list[str]) -> PeftConfig:
     checked(
         "init_lora_weights",
         True,
-        lambda v: v in _PLAIN_INITS,
+        lambda v: v in _PLAIN_INITS or (isinstance(v, str) and v.lower() in _ANY_CASE),
         f"one of {_PLAIN_INITS}: others train against an altered base; save with PEFT's "
         "path_initial_model_for_weight_conversion",
     )
@@ -198,11 +200,21 @@ def keys_by_module(
 
     The rule is that of PEFT's ``get_pattern_key``: the first key that matches the name's end.
     """
-    compiled = [(key, re.compile(rf"(.*\.)?({key})$")) for key in pattern]
+    plain = _PlainKeys(pattern)
+    compiled = [
+        (i, key, re.compile(rf"(.*\.)?({key})$"))
+        for i, key in enumerate(pattern)
+        if not _PLAIN_KEY.fullmatch(key)
+    ]
     deadline = time.monotonic() + _MAX_PATTERN_SECONDS
     keys: dict[str, str] = {}
     for module in modules:
-        for key, regex in compiled:
+        first, key_of_first = plain.first(module)
+        if key_of_first is not None:
+            keys[module] = key_of_first
+        for i, key, regex in compiled:
+            if i > first:
+                break
             if time.monotonic() > deadline:
                 problems.append(
                     f"{len(pattern)} patterns for {len(modules)} modules take more than "
@@ -214,6 +226,37 @@ def keys_by_module(
                 break
     used = set(keys.values())
     return keys, [key for key in pattern if key not in used]
+
+
+class _PlainKeys:
+    """The keys that are names, found without trying each: there may be one for every module.
+
+    A dot of theirs stands for any character, as in a regular expression.
+    """
+
+    def __init__(self, pattern: Collection[str]) -> None:
+        # By length and places of dots: the key, and where it stands in the pattern.
+        self._alike: dict[tuple[int, tuple[int, ...]], dict[str, int]] = {}
+        self._last = len(pattern)
+        for i, key in enumerate(pattern):
+            if _PLAIN_KEY.fullmatch(key):
+                dots = tuple(at for at, character in enumerate(key) if character == ".")
+                self._alike.setdefault((len(key), dots), {}).setdefault(key, i)
+
+    def first(self, module: str) -> tuple[int, str | None]:
+        """The first key that matches the module's end, and its place; else the last place."""
+        first: tuple[int, str | None] = self._last, None
+        for (length, dots), places in self._alike.items():
+            start = len(module) - length
+            if start < 0 or (start > 0 and module[start - 1] != "."):
+                continue
+            end = [*module[start:]]
+            for at in dots:
+                end[at] = "."
+            place = places.get(key := "".join(end), self._last)
+            if place < first[0]:
+                first = place, key
+        return first
 
 
 def is_alpha(value: Any) -> bool:

@@ -49,7 +49,7 @@ _LAYOUTS = [
             "convert_keys=converters.mlx(scale=...)",
         ),
         (
-            r"\.(linear_in|linear_out|lora_kqv_adapter)\.",
+            r"\.adapter\.linear_(in|out)\.|\.lora_kqv_adapter\.",
             f"Megatron layout; {_PEFTS}: export the adapter to PEFT",
         ),
         (
