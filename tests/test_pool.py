@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from unittest import mock
 
@@ -381,8 +381,7 @@ def test_a_pool_closes_once_the_installation_under_way_is_done(serve, monkeypatc
         step = threads.submit(pool.begin_step, LoraStep((Segment("a", 1),)))
         assert installing.wait(20)
         closing = threads.submit(pool.close)
-        with pytest.raises(TimeoutError):
-            closing.result(0.1)
+        assert not wait([closing], 0.1).done
         go_on.set()
         closing.result(20)
         with suppress(LoraError):  # the step may find the pool closed
