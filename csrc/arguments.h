@@ -150,10 +150,14 @@ inline ExpandArgs expand_args(const Site& site, const Tensor& y, const PlanView&
   return {site, plan, h, y.mutable_data_ptr(), stride, rows};
 }
 
-inline ShrinkArgs check_shrink(const Tensor& h, const Tensor& x, const std::vector<Tensor>& weights,
-                               const Tensor& table, const Tensor& plan, int64_t entry) {
+inline void check_hidden(const Tensor& h) {
   STD_TORCH_CHECK(h.scalar_type() == ScalarType::Float && h.dim() == 3 && h.is_contiguous(),
                   "h must be contiguous float32 [rows, num_slices, max_rank]");
+}
+
+inline ShrinkArgs check_shrink(const Tensor& h, const Tensor& x, const std::vector<Tensor>& weights,
+                               const Tensor& table, const Tensor& plan, int64_t entry) {
+  check_hidden(h);
   STD_TORCH_CHECK(x.dim() == 2 && h.size(0) == x.size(0), "h has ", h.size(0), " rows, x ", x.size(0));
   check_device(x, "x", h);
   const Site site = site_of(weights, table, entry, h.size(1), x.size(1), h.size(2), h);
@@ -163,8 +167,7 @@ inline ShrinkArgs check_shrink(const Tensor& h, const Tensor& x, const std::vect
 inline ExpandArgs check_expand(const Tensor& y, const Tensor& h, const std::vector<Tensor>& weights,
                                const Tensor& table, const Tensor& plan, int64_t entry,
                                const std::vector<int64_t>& widths) {
-  STD_TORCH_CHECK(h.scalar_type() == ScalarType::Float && h.dim() == 3 && h.is_contiguous(),
-                  "h must be contiguous float32 [rows, num_slices, max_rank]");
+  check_hidden(h);
   STD_TORCH_CHECK(h.size(1) == static_cast<int64_t>(widths.size()), "h has ", h.size(1), " slices, widths ",
                   widths.size());
   check_device(h, "h", y);

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cassert>
 #include <limits>
 #include <optional>
 #include <sstream>
@@ -294,7 +293,7 @@ class BoundPlanner {
   }
 
   std::vector<Written> plan_step(const Step& step, py::handle slot_items,
-                                 const std::vector<int64_t>& groupings, const std::vector<Place>& places,
+                                 const std::vector<int64_t>& groupings, const Places& places,
                                  uintptr_t address) {
     const Items items(slot_items);
     if (items.size() != static_cast<int64_t>(step.adapters().size()))
@@ -319,9 +318,10 @@ class BoundPlanner {
       const std::vector<PlanSegment>& segments = grouped_of(i).segments;
       const Place& place = places[i];
       auto* words = reinterpret_cast<int32_t*>(address) + place.start;
-      [[maybe_unused]] const PlanStatus status = planner_.plan(
-          segments.data(), static_cast<int64_t>(segments.size()), place.num_slots, words, place.capacity);
-      assert(status == PlanStatus::ok);
+      const PlanStatus status = planner_.plan(segments.data(), static_cast<int64_t>(segments.size()),
+                                              place.num_slots, words, place.capacity);
+      if (status != PlanStatus::ok)
+        refuse("a plan of ", grouped_of(i).rows, " rows has more words than int32 counts: split the step");
       written.emplace_back(grouped_of(i).rows, int64_t{words[0]} + words[1]);
     }
     return written;
