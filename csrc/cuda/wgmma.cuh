@@ -62,18 +62,17 @@ struct Wgmma;
     }                                                                                             \
   };
 
-LORAMUX_WGMMA(__nv_bfloat16, "bf16", 16, 8, 9)
-LORAMUX_WGMMA(__nv_bfloat16, "bf16", 32, 16, 17)
-LORAMUX_WGMMA(__nv_bfloat16, "bf16", 48, 24, 25)
-LORAMUX_WGMMA(__nv_bfloat16, "bf16", 64, 32, 33)
-LORAMUX_WGMMA(__nv_bfloat16, "bf16", 128, 64, 65)
-LORAMUX_WGMMA(__nv_bfloat16, "bf16", 192, 96, 97)
-LORAMUX_WGMMA(__half, "f16", 16, 8, 9)
-LORAMUX_WGMMA(__half, "f16", 32, 16, 17)
-LORAMUX_WGMMA(__half, "f16", 48, 24, 25)
-LORAMUX_WGMMA(__half, "f16", 64, 32, 33)
-LORAMUX_WGMMA(__half, "f16", 128, 64, 65)
-LORAMUX_WGMMA(__half, "f16", 192, 96, 97)
+#define LORAMUX_WGMMA_OF_BOTH(columns, a_operand, b_operand)          \
+  LORAMUX_WGMMA(__nv_bfloat16, "bf16", columns, a_operand, b_operand) \
+  LORAMUX_WGMMA(__half, "f16", columns, a_operand, b_operand)
+
+LORAMUX_WGMMA_OF_BOTH(16, 8, 9)
+LORAMUX_WGMMA_OF_BOTH(32, 16, 17)
+LORAMUX_WGMMA_OF_BOTH(48, 24, 25)
+LORAMUX_WGMMA_OF_BOTH(64, 32, 33)
+LORAMUX_WGMMA_OF_BOTH(128, 64, 65)
+LORAMUX_WGMMA_OF_BOTH(192, 96, 97)
+#undef LORAMUX_WGMMA_OF_BOTH
 #undef LORAMUX_WGMMA
 #undef LORAMUX_D
 #undef LORAMUX_R_16

@@ -9,8 +9,7 @@ namespace {
 
 template <typename T>
 class CudaBits : public CudaTest {};
-using Types = testing::Types<float, __half, __nv_bfloat16>;
-TYPED_TEST_SUITE(CudaBits, Types);
+TYPED_TEST_SUITE(CudaBits, AllTypes);
 
 // Of the tuned kernels.
 template <typename T>

@@ -32,6 +32,7 @@ class CudaTest : public testing::Test {
   }
 };
 
+using AllTypes = testing::Types<float, __half, __nv_bfloat16>;
 using HalfTypes = testing::Types<__half, __nv_bfloat16>;
 
 // Whether the device at hand runs the kernels tuned for it.

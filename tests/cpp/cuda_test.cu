@@ -12,8 +12,7 @@ namespace {
 
 template <typename T>
 class CudaKernels : public CudaTest {};
-using Types = testing::Types<float, __half, __nv_bfloat16>;
-TYPED_TEST_SUITE(CudaKernels, Types);
+TYPED_TEST_SUITE(CudaKernels, AllTypes);
 
 struct Case {
   Shape shape;
