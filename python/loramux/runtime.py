@@ -6,7 +6,8 @@ import hashlib
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from .config import LoraReqConfig, LoraSpec, Registration, Segment, unknown_adapter_text
@@ -75,9 +76,7 @@ class AdapterHold(Hold):
                 pool, registration = self._held.pop()
             except IndexError:
                 return
-            pool.spec.release(registration)
-            if not pool.spec.serves(registration):
-                pool.unload(registration.name)
+            _end_hold(pool, registration)
 
 
 class LoraRuntime:
@@ -116,16 +115,12 @@ class LoraRuntime:
         self._changing = threading.Lock()  # one load or unload at a time
         self._lock = threading.Lock()  # what admission reads; never held while a file is read
         names = dict.fromkeys(name for pool in self._pools for name in pool.spec.adapters)
-        pinned: MutableSequence[tuple[LoraSpec, str, str]] = []
-        try:
+        with ExitStack() as undo:  # no digest of a runtime that is not to be stays with its specs
             for done, name in enumerate(names, 1):
-                self._serve_configured(name, pinned)
+                self._serve_configured(name, undo)
                 if progress is not None:
                     progress(done, len(names))
-        except BaseException:  # no digest of a runtime that is not to be stays with its specs
-            for spec, name, path in pinned:
-                spec.add_adapter(name, path)
-            raise
+            undo.pop_all()
 
     @classmethod
     def build(
@@ -149,17 +144,15 @@ class LoraRuntime:
         if name is None:
             return AdapterHold(None, adapter_prefix_root(None), self._pools, {})
         held: dict[LoraPool, Registration] = {}
-        try:
-            with self._lock:
-                self._check_served(name)
-                for pool in self._pools:
-                    if name in pool.spec.adapters:
-                        held[pool] = pool.spec.hold(name)
+        with ExitStack() as undo, self._lock:
+            self._check_served(name)
+            for pool in self._pools:
+                if name in pool.spec.adapters:
+                    held[pool] = pool.spec.hold(name)
+                    undo.callback(_end_hold, pool, held[pool])
             # Of what is held: another runtime may share the specs.
             root = adapter_prefix_root(self._digest(name, held))
-        except BaseException:
-            AdapterHold(name, b"", self._pools, held).release()
-            raise
+            undo.pop_all()
         return AdapterHold(name, root, self._pools, held)
 
     def load(self, name: str, path: str) -> ServedAdapter:
@@ -245,9 +238,7 @@ class LoraRuntime:
         if name not in self._served:
             raise UnknownAdapter(unknown_adapter_text(name, self._served))
 
-    def _serve_configured(
-        self, name: str, pinned: MutableSequence[tuple[LoraSpec, str, str]]
-    ) -> None:
+    def _serve_configured(self, name: str, undo: ExitStack) -> None:
         serving = {}
         for pool in self._pools:
             spec = pool.spec
@@ -258,7 +249,7 @@ class LoraRuntime:
             else:
                 path = spec.adapters[name]
                 image = pool.read(path)
-                pinned.append((spec, name, path))
+                undo.callback(spec.add_adapter, name, path)
                 pool.adopt(spec.add_adapter(name, path, image.digest), image)
             serving[pool] = spec.registration(name)
         path = next(iter(serving.values())).path
@@ -308,3 +299,9 @@ class LoraRuntime:
             encoded = key.encode()
             total.update(struct.pack("<q", len(encoded)) + encoded + digest)
         return total.digest()
+
+
+def _end_hold(pool: LoraPool, registration: Registration) -> None:
+    pool.spec.release(registration)
+    if not pool.spec.serves(registration):
+        pool.unload(registration.name)
