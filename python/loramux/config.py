@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .errors import AdapterError, SpecError, UnknownAdapter
-from .overrides import SIZES, override_problems, size_problem
+from .overrides import SIZES, check_overrides, size_problem
 from .resource import NodeResourceSpec, Resource, ResourceReqConfig, ResourceStep
 from .target import LoraTarget as LoraTarget
 from .target import ShardId
@@ -409,8 +409,7 @@ class LoraSpec(NodeResourceSpec):
             arena_bytes=arena_bytes,
         )
         given = {key: value for key, value in block.items() if value is not None}
-        if problems := override_problems(given, self.adapters):
-            raise SpecError("; ".join(f"{path} {problem}" for path, problem in problems))
+        check_overrides(given, self.adapters)
 
         for key in SIZES:
             setattr(self, key, given.get(key, getattr(self, key)))

@@ -6,8 +6,16 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from .errors import SpecError
+
 SIZES = ("max_slots", "max_rank", "cpu_capacity", "arena_bytes")
 _SETTINGS = (*SIZES, "adapters", "adapter_digests", "targets")
+
+
+def check_overrides(block: Mapping[Any, Any], adapters: Collection[str]) -> None:
+    """Raise a ``SpecError`` of all :func:`override_problems` that a block has, if any."""
+    if problems := override_problems(block, adapters):
+        raise SpecError("; ".join(f"{path} {problem}" for path, problem in problems))
 
 
 def override_problems(

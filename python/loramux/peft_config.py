@@ -6,6 +6,7 @@ is imported, called or opened.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -200,16 +201,16 @@ def keys_by_module(
 
     The rule is that of PEFT's ``get_pattern_key``: the first key that matches the name's end.
     """
-    plain = _PlainKeys(pattern)
+    places = {key: i for i, key in enumerate(pattern)}
+    plain = {key: i for key, i in places.items() if _PLAIN_KEY.fullmatch(key)}
     compiled = [
-        (i, key, re.compile(rf"(.*\.)?({key})$"))
-        for i, key in enumerate(pattern)
-        if not _PLAIN_KEY.fullmatch(key)
+        (i, key, re.compile(rf"(.*\.)?({key})$")) for key, i in places.items() if key not in plain
     ]
+    names = _PlainKeys(plain)
     deadline = time.monotonic() + _MAX_PATTERN_SECONDS
     keys: dict[str, str] = {}
     for module in modules:
-        first, key_of_first = plain.first(module)
+        first, key_of_first = names.first(module)
         if key_of_first is not None:
             keys[module] = key_of_first
         for i, key, regex in compiled:
@@ -232,20 +233,20 @@ class _PlainKeys:
     """The keys that are names, found without trying each: there may be one for every module.
 
     A dot of theirs stands for any character, as in a regular expression.
+
+    Args:
+        places: of each key in its pattern.
     """
 
-    def __init__(self, pattern: Collection[str]) -> None:
-        # By length and places of dots: the key, and where it stands in the pattern.
-        self._alike: dict[tuple[int, tuple[int, ...]], dict[str, int]] = {}
-        self._last = len(pattern)
-        for i, key in enumerate(pattern):
-            if _PLAIN_KEY.fullmatch(key):
-                dots = tuple(at for at, character in enumerate(key) if character == ".")
-                self._alike.setdefault((len(key), dots), {}).setdefault(key, i)
+    def __init__(self, places: Mapping[str, int]) -> None:
+        self._alike: dict[tuple[int, tuple[int, ...]], dict[str, int]] = {}  # by length and dots
+        for key, place in places.items():
+            dots = tuple(at for at, character in enumerate(key) if character == ".")
+            self._alike.setdefault((len(key), dots), {})[key] = place
 
-    def first(self, module: str) -> tuple[int, str | None]:
-        """The first key that matches the module's end, and its place; else the last place."""
-        first: tuple[int, str | None] = self._last, None
+    def first(self, module: str) -> tuple[float, str | None]:
+        """The place of the first key that matches the module's end, and the key; else infinity."""
+        first: tuple[float, str | None] = math.inf, None
         for (length, dots), places in self._alike.items():
             start = len(module) - length
             if start < 0 or (start > 0 and module[start - 1] != "."):
@@ -253,7 +254,7 @@ class _PlainKeys:
             end = [*module[start:]]
             for at in dots:
                 end[at] = "."
-            place = places.get(key := "".join(end), self._last)
+            place = places.get(key := "".join(end), math.inf)
             if place < first[0]:
                 first = place, key
         return first

@@ -28,7 +28,7 @@ from .checkpoint import read_adapter_info
 from .config import LORA_KEY, LoraSpec, lora_enabled, resolve_adapter_path
 from .errors import SpecError
 from .modules import ModuleLoraMap
-from .overrides import override_problems
+from .overrides import check_overrides, override_problems
 from .resource import NodeResourceSpec
 
 
@@ -80,8 +80,7 @@ def size_lora_specs(lora: list[LoraSpec], model_config: Mapping[str, Any]) -> No
         if spec.resource_key != LORA_KEY:
             own = resources.get(spec.resource_key) or {}
             block = _inherited(resources[LORA_KEY], own)
-            if problems := override_problems(block, spec.adapters):
-                raise SpecError("; ".join(f"{path} {problem}" for path, problem in problems))
+            check_overrides(block, spec.adapters)
             spec.apply_yaml_overrides(**block)
 
 
