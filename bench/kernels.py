@@ -25,6 +25,7 @@ from .common import (
     gathered_torch,
     graph_us,
     grouped_torch,
+    relative_error,
     write_results,
 )
 
@@ -135,10 +136,7 @@ def _check(site: Any, x: torch.Tensor, y: torch.Tensor, plan: StepPlan, groups: 
     got = lora_apply_(y.clone(), x, site, plan)
     for slot, rows in groups[:2] + groups[-1:]:
         some = rows[[0, -1]]
-        want = y[some].double()
-        for part in site.slices(slot):
-            want[:, part.columns] += x[some].double() @ part.a.double().T @ part.b.double().T
-        error = (got[some].double() - want).norm() / want.norm()
+        error = relative_error(got[some], y[some], x[some], site, slot)
         assert error < 5e-3, f"wrong result: relative error {error:.2e}"
 
 
