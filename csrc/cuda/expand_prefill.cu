@@ -1,240 +1,365 @@
 // The expand of plans with prefill tiles (up to 64 rows of one slot), their decode tiles too, on sm_90 and
-// later. A warp keeps B of its columns in registers and goes through the rows of a tile 8 at a time, whose y
-// it asked for kAhead passes before.
+// later. The grid fills the chip once. Each CTA goes through its share of the units, 16 rows of a tile by 512
+// columns each: down the rows of one block of columns, then of the next.
 //
-// Floor: y read and written over 4.2 TB/s; gate_up takes 224 us for 8192 rows. A lane copies the y that it
-// will add to into a ring of its own in shared memory, so that the ring needs no barrier; h of the tile is
-// rounded once and shared by the warps; y is stored in whole 128-byte lines.
-#include "cuda/columns.cuh"
+// Floor: y read and written over 4.2 TB/s; gate_up takes 224 us for 8192 rows. One warp reads the plan,
+// rounds h and has the copy engine fetch y of the units to come into a ring in shared memory, past the ends
+// of tiles. The others keep B of 64 columns each in registers while slot and columns stay; they add to y
+// where it lies in the ring and have the copy engine store it from there. What is in no whole box of y (the
+// last rows of a segment, scattered rows, the last columns of a slice) comes and goes by 16 bytes.
+#include <cudaTypedefs.h>
+
+#include <algorithm>
+
 #include "cuda/common.cuh"
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
 #include "cuda/ptx.cuh"
+#include "cuda/rows16.cuh"
 #include "host/plan.h"
 
 namespace loramux {
 namespace {
 
-constexpr int kAhead = 4;                          // passes of y under way
-constexpr int kTilePasses = kPrefillRows / kRows;  // of a full tile
+constexpr int kWarps = 8;  // that compute
+constexpr int kCtaColumns = kWarps * kBlockColumns;
+constexpr int kThreads = (kWarps + 1) * kLanes;
+constexpr int kCtas = 2;  // to an SM
+constexpr int kTileUnits = kPrefillRows / kUnitRows;
+constexpr int kBoxBytes = kUnitRows * kBlockColumns * 2;  // y of a warp
+constexpr int kMaxStages = 3;                             // more leave the L1 cache less
+static_assert(kDecodeRows <= kUnitRows && kUnitRows <= kLanes && kBoxBytes % 1024 == 0);
 
-// Warps to a CTA: h of a tile is made anew for each.
-__host__ __device__ constexpr int num_warps(int groups) {
-  return groups < 4 ? 4 : 8;
-}
+// How much there may be to do: what the plan holds of it, only the device knows.
+struct Bounds {
+  int decode_tiles, prefill_tiles;
+  int column_blocks;  // of kCtaColumns columns
+};
 
-__host__ __device__ constexpr int ring_vectors(int groups) {
-  return kAhead * 2 * num_warps(groups) * kLanes;
-}
+struct YMaps {
+  CUtensorMap box;     // y of a warp: 16 rows of 64 columns
+  CUtensorMap blocks;  // y of kWarps warps, where columns are counted in whole blocks
+};
 
-// Ranks of h in shared memory, all of them, and the elements that keep the rows which lanes read at a time
-// apart in their banks.
-template <int kGroups, bool kIsLong>
-__host__ __device__ int64_t hidden_ranks(int64_t max_rank) {
-  constexpr int kRanks = kGroups * kGroupRanks;
-  return kIsLong ? ceil_div(max_rank, kRanks) * kRanks : kRanks;
-}
+// A stage of the ring, beside its y and h.
+template <typename T>
+struct Unit {
+  SliceWeights<T> weights;
+  bool is_new;   // weights or columns are others than those of the unit before
+  bool is_last;  // nothing but this is set
+  int slice;
+  int column;          // the CTA's first within the slice
+  int boxes;           // warps whose y is a whole box
+  int row[kUnitRows];  // -1: no row
+  float factor[kUnitRows];
+};
 
-__host__ __device__ constexpr int hidden_padding(int groups) {
-  return groups < 4 ? 0 : 32;
-}
-
-// Grid: (blocks of columns of each slice; decode tiles, then prefill tiles, kOwn to a CTA). A warp holds B of
-// one block of columns and kGroups groups of ranks, which tiles of one slot share; ranks past those if
-// kIsLong. kCtas: CTAs that an SM must hold at a time.
-template <typename T, int kGroups, int kOwn, int kCtas, bool kIsLong>
-__global__ void __launch_bounds__(num_warps(kGroups) * kLanes, kCtas)
-    expand_prefill_kernel(const __grid_constant__ ExpandArgs args, int decode_tiles) {
+// kGroups groups of ranks are held in registers. If kIsLong there may be more: they are read for every unit.
+template <typename T, int kGroups, bool kIsLong>
+__global__ void __launch_bounds__(kThreads, kCtas)
+    expand_prefill_kernel(const __grid_constant__ ExpandArgs args, const __grid_constant__ YMaps y_maps,
+                          const Bounds bounds, int stages) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kRanks = kGroups * kGroupRanks;
-  constexpr int kThreads = num_warps(kGroups) * kLanes;
-  constexpr int kOwnRows = kOwn * kPrefillRows;
-  extern __shared__ uint4 ring[];  // y: [pass % kAhead][row of a lane][place]; then h
-  __shared__ SliceWeights<T> own_weights[kOwn];
-  __shared__ int64_t row_index[kOwnRows];  // -1: no row
-  __shared__ float row_factor[kOwnRows];
-  T* const h_tiles = reinterpret_cast<T*>(ring + ring_vectors(kGroups));
+  extern __shared__ unsigned char dynamic_shared[];
+  __shared__ Unit<T> units[kMaxStages];
+  __shared__ uint64_t known[kMaxStages];  // the unit has been written,
+  __shared__ uint64_t full[kMaxStages];   // its y and h have come,
+  __shared__ uint64_t empty[kMaxStages];  // and each warp is done with it
+  unsigned char* const ring =
+      dynamic_shared + (-shared_address(dynamic_shared) & 1023);  // y: [stage][warp][row][128 bytes]
+  const int hidden_vectors = HiddenRows<T, kGroups>::vectors(args.site.max_rank);  // of a stage
+  uint4* const hidden = reinterpret_cast<uint4*>(ring + stages * kWarps * kBoxBytes);
+  const int warp = __shfl_sync(~0u, threadIdx.x / kLanes, 0);
+  const int lane = threadIdx.x % kLanes;
   let_next_kernel_start();
-  const ColumnRange columns = find_columns(args.site, blockIdx.x, num_warps(kGroups) * kBlockColumns);
-  TileRows tiles[kOwn];
-  SliceWeights<T> weights{};  // of the first tile that has any
-  int passes = 0;             // up to the last row
-#pragma unroll
-  for (int own = 0; own < kOwn; ++own) {
-    const int index = static_cast<int>(blockIdx.y) * kOwn + own;
-    const bool is_decode = index < decode_tiles;
-    TileRows& tile = tiles[own];
-    SliceWeights<T> found{};
-    if (find_tile(args.plan, is_decode ? TileKind::decode : TileKind::prefill,
-                  is_decode ? index : index - decode_tiles, args.rows, &tile))
-      found = find_slice<T>(args.site, tile.slot, columns.slice);
-    if (found.rank == 0 || found.stride % 8 != 0) {
-      found = {};
-      tile = {};
-    } else {
-      if (passes == 0) weights = found;
-      passes = own * kTilePasses + (tile.count + kRows - 1) / kRows;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < stages; ++i) {
+      make_barrier(&known[i], 1);
+      make_barrier(&full[i], 1 + kLanes);
+      make_barrier(&empty[i], kWarps);
     }
-    if (threadIdx.x == 0) own_weights[own] = found;
-  }
-  if (passes == 0) return leave_idle();
-
-  const int g = threadIdx.x % kLanes / 4;
-  const int t = threadIdx.x % 4;
-  const Slice& slice = args.site.slices[columns.slice];
-  const int width = static_cast<int>(slice.width);
-  const int warp_column = columns.first + threadIdx.x / kLanes * kBlockColumns;
-  BColumns<T, kGroups, 1> b;
-  b.load(weights, warp_column, width, 0);
-  if (threadIdx.x < kOwnRows) {
-    const TileRows tile = threadIdx.x < kPrefillRows ? tiles[0] : tiles[kOwn - 1];
-    const TileRow row = find_row(args.plan, tile, threadIdx.x % kPrefillRows, args.rows);
-    row_index[threadIdx.x] = row.index;
-    row_factor[threadIdx.x] = row.scale;
+    fence_barriers();
+    prefetch_map(y_maps.box);
+    prefetch_map(y_maps.blocks);
   }
   __syncthreads();
-  wait_for_earlier_kernels();
-
-  // A lane's place in the ring. The 128 bytes of one row are neighbours, turned so that the lanes which read
-  // at a time meet in no bank.
-  const int place = threadIdx.x / kLanes * kLanes + 8 * t + (g ^ 2 * t);
-  const auto slot = [&](int pass, int r) { return &ring[(pass % kAhead * 2 + r) * kThreads + place]; };
-  const int column = warp_column + 8 * g;
-  T* const y = static_cast<T*>(args.y) + slice.offset + column;
-  // The row of y that a lane adds to in a pass, -1 for none.
-  const auto find_y = [&](int pass, int r) {
-    return pass < passes && column < width ? row_index[pass * kRows + 2 * t + r] : -1;
+  int stage = 0;
+  uint32_t parity = 0;
+  const auto advance = [&] {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
   };
-  const auto ask_for_y = [&](int pass) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int64_t row = find_y(pass, r);
-      if (row >= 0) copy16_async(shared_address(slot(pass, r)), y + row * args.y_stride, true);
-    }
-    commit_copies();
-  };
-#pragma unroll 1
-  for (int pass = 0; pass < kAhead; ++pass) ask_for_y(pass);
-  const int ranks = static_cast<int>(hidden_ranks<kGroups, kIsLong>(args.site.max_rank));
-  const int pitch = ranks + hidden_padding(kGroups);
-#pragma unroll 1
-  for (int own = 0; own < kOwn; ++own) {
-    constexpr int kVectors = kPrefillRows * kRanks / 4 / kThreads;
-    const int rank_end = own_weights[own].rank;
-#pragma unroll 1
-    for (int first_rank = 0; first_rank < ranks; first_rank += kRanks) {
-      const int rank = first_rank + threadIdx.x % (kRanks / 4) * 4;
-      float4 hidden[kVectors];
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        const int64_t row = row_index[own * kPrefillRows + (threadIdx.x + i * kThreads) / (kRanks / 4)];
-        const float* const h = args.h + (row * args.site.num_slices + columns.slice) * args.site.max_rank;
-        hidden[i] = row >= 0 && rank < rank_end ? *reinterpret_cast<const float4*>(h + rank) : float4{};
-      }
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        const int row = own * kPrefillRows + (threadIdx.x + i * kThreads) / (kRanks / 4);
-        *reinterpret_cast<uint2*>(h_tiles + row * pitch + rank) = pack_hidden<T>(hidden[i], rank_end - rank);
-      }
-    }
-  }
-  b.arrange();
-  __syncthreads();
 
-  const int first_passes = (tiles[0].count + kRows - 1) / kRows;
+  if (warp == kWarps) {
+    const PlanHeader header = *reinterpret_cast<const PlanHeader*>(args.plan.words);
+    const int decode_tiles = min(max(header.decode_tiles, 0), bounds.decode_tiles);
+    const int prefill_tiles = min(max(header.prefill_tiles, 0), bounds.prefill_tiles);
+    const int block_units = decode_tiles + prefill_tiles * kTileUnits;  // of one block of columns
+    const int64_t all_units = int64_t{block_units} * bounds.column_blocks;
+    const int64_t begin = all_units * blockIdx.x / gridDim.x;
+    int64_t left = all_units * (blockIdx.x + 1) / gridDim.x - begin;
+    int block = left > 0 ? static_cast<int>(begin / block_units) : 0;
+    int at = static_cast<int>(begin - int64_t{block} * block_units);  // within the block
+    const int hidden_stride = args.site.num_slices * static_cast<int>(args.site.max_rank);
+    TileRows tile{};
+    int tile_index = -1;  // decode tiles, then prefill tiles
+    SliceWeights<T> weights{};
+    ColumnRange columns{};
+    int weights_block = -1, weights_slot = 0;
+    bool is_new = false;
+    for (; left > 0; --left, ++at) {
+      if (at == block_units) {
+        at = 0;
+        ++block;
+      }
+      const bool is_decode = at < decode_tiles;
+      const int index = is_decode ? at : decode_tiles + (at - decode_tiles) / kTileUnits;
+      const int first = is_decode ? 0 : (at - decode_tiles) % kTileUnits * kUnitRows;  // within the tile
+      if (index != tile_index) {
+        tile_index = index;
+        if (!find_tile(args.plan, is_decode ? TileKind::decode : TileKind::prefill,
+                       is_decode ? index : index - decode_tiles, args.rows, &tile))
+          tile = {};
+      }
+      if (first >= tile.count) continue;
+      if (block != weights_block || tile.slot != weights_slot) {
+        weights_block = block;
+        weights_slot = tile.slot;
+        columns = find_columns(args.site, block, kCtaColumns);
+        weights = find_slice<T>(args.site, tile.slot, columns.slice);
+        if (weights.stride % 8 != 0) weights.rank = 0;
+        is_new = true;
+      }
+      if (weights.rank == 0) continue;
+      const Slice& slice = args.site.slices[columns.slice];
+      const int width = min(static_cast<int>(slice.width) - columns.first, kCtaColumns);
+      if (is_new && !is_decode && lane == 0) {
+        prefetch_bulk(weights.b + columns.first * weights.stride,
+                      width * static_cast<int>(weights.stride * sizeof(T)));
+      }
+
+      const TileRow found =
+          lane < kUnitRows ? find_row(args.plan, tile, first + lane, args.rows) : TileRow{-1, 0};
+      const int row = static_cast<int>(found.index);
+      const bool is_whole = !tile.gathered && __popc(__ballot_sync(~0u, row >= 0)) == kUnitRows;
+      const int boxes = is_whole ? width / kBlockColumns : 0;
+      wait_for_earlier_kernels();
+      HiddenRows<T, kGroups> hidden_rows;
+      const float* const h = args.h + columns.slice * args.site.max_rank;
+      hidden_rows.load(h, hidden_stride, row, weights.rank, 0);
+      wait_for_cta_phase(&empty[stage], parity ^ 1);
+      Unit<T>& unit = units[stage];
+      if (lane < kUnitRows) {
+        unit.row[lane] = row;
+        unit.factor[lane] = weights.scale * found.scale;
+      }
+      if (lane == 0) {
+        unit.weights = weights;
+        unit.is_new = is_new;
+        unit.is_last = false;
+        unit.slice = columns.slice;
+        unit.column = columns.first;
+        unit.boxes = boxes;
+      }
+      __syncwarp();
+      if (lane == 0) arrive(&known[stage]);
+      // All reading of y is asked for here.
+      unsigned char* const y_boxes = ring + stage * kWarps * kBoxBytes;
+      const int y_column = static_cast<int>(slice.offset) + columns.first;
+      const int first_row = __shfl_sync(~0u, row, 0);
+      if (boxes == kWarps && y_column % kBlockColumns == 0) {
+        if (lane == 0) load_blocks(y_boxes, y_maps.blocks, first_row, y_column / kBlockColumns, &full[stage]);
+      } else {
+        if (lane < boxes) {
+          load_box(y_boxes + lane * kBoxBytes, y_maps.box, y_column + lane * kBlockColumns, first_row,
+                   &full[stage]);
+        }
+        const T* const y = static_cast<const T*>(args.y) + y_column + lane * 8;
+        const uint32_t to = shared_address(y_boxes + lane / 8 * kBoxBytes);
 #pragma unroll 1
-  for (int pass = 0; pass < passes; ++pass) {
-    if (kOwn > 1 && pass >= first_passes && pass < kTilePasses) {  // a tile of few rows
-      ask_for_y(pass + kAhead);
-      continue;
-    }
-    if (kOwn > 1 && pass == kTilePasses && tiles[1].slot != tiles[0].slot) {
-      weights = own_weights[1];
-      b.load(weights, warp_column, width, 0);
-      b.arrange();
-    }
-    float sums[kTiles][4] = {};
-    const T* const h = h_tiles + (pass * kRows + g) * pitch;
-#pragma unroll 1
-    for (int first_rank = 0; first_rank < weights.rank; first_rank += kRanks) {
-      if (kIsLong && weights.rank > kRanks && (first_rank > 0 || pass > 0))
-        b.load(weights, warp_column, width, first_rank);
-      uint2 hidden[kGroups];
+        for (int i = 0; i < min(tile.count - first, kUnitRows); ++i) {
+          const int from = __shfl_sync(~0u, row, i);
+          if (from < 0) continue;
 #pragma unroll
-      for (int q = 0; q < kGroups; q += 2) {
-        const T* const from = h + first_rank + first_rank_of_lane<kGroups>(q, t);
-        if constexpr (kGroups == 1) {
-          hidden[0] = *reinterpret_cast<const uint2*>(from);
-        } else {
-          const uint4 two = *reinterpret_cast<const uint4*>(from);
-          hidden[q] = {two.x, two.y};
-          hidden[q + 1] = {two.z, two.w};
+          for (int column = 0; column < kCtaColumns; column += kLanes * 8) {
+            if (column + lane * 8 < boxes * kBlockColumns || column + lane * 8 >= width) continue;
+            copy16_async(to + column / kBlockColumns * kBoxBytes + i * 128 + (lane ^ i) % 8 * 16,
+                         y + from * args.y_stride + column, true);
+          }
         }
       }
-#pragma unroll
-      for (int q = 0; q < kGroups; ++q) b.multiply(0, q, hidden[q], sums);
-      if (!kIsLong) break;
+      arrive_after_copies(&full[stage]);
+      hidden_rows.put(hidden + stage * hidden_vectors, weights.rank, 0);
+      for (int rank = kRanks; kIsLong && rank < weights.rank; rank += kRanks) {
+        hidden_rows.load(h, hidden_stride, row, weights.rank, rank);
+        hidden_rows.put(hidden + stage * hidden_vectors, weights.rank, rank);
+      }
+      __syncwarp();
+      if (lane == 0) arrive_and_expect(&full[stage], boxes * kBoxBytes);
+      is_new = false;
+      advance();
     }
-    wait_for_copies<kAhead - 1>();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int64_t row = find_y(pass, r);
-      const float factor = weights.scale * row_factor[pass * kRows + 2 * t + r];
-      const uint4 sum = add_delta<T>(*slot(pass, r), sums, r, factor);
-      if (row >= 0) store16(y + row * args.y_stride, sum);
+    wait_for_cta_phase(&empty[stage], parity ^ 1);
+    if (lane == 0) {
+      units[stage].is_last = true;
+      arrive(&known[stage]);
     }
-    ask_for_y(pass + kAhead);
+    return leave_idle();
   }
+
+  const int g = lane / 4;
+  const int t = lane % 4;
+  int last_stage = -1;
+  BHalves<T, kGroups> b;
+  for (;;) {
+    wait_for_cta_phase(&known[stage], parity);
+    const Unit<T>& unit = units[stage];
+    if (unit.is_last) break;
+    const Slice& slice = args.site.slices[unit.slice];
+    const int width = static_cast<int>(slice.width);
+    const int warp_column = unit.column + warp * kBlockColumns;
+    uint4* const box = reinterpret_cast<uint4*>(ring + (stage * kWarps + warp) * kBoxBytes);
+    const auto multiply = [&](int half, int first_rank, float (&sums)[kTiles][4]) {
+      const uint4* const h = hidden + stage * hidden_vectors + first_rank / kGroupRanks * kLanes + lane;
+#pragma unroll
+      for (int q = 0; q < kGroups; ++q) {
+        if (kGroups > 2) __syncwarp();  // so that the compiler does not load all of h first
+        b.multiply(half, q, h[q * kLanes], sums);
+      }
+    };
+    const auto add = [&](int half, const float (&sums)[kTiles][4]) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint4& y = box[(g + 8 * r) * 8 + ((2 * t + half) ^ g)];
+        y = add_half<T>(y, sums, r, unit.factor[g + 8 * r]);
+      }
+    };
+    if constexpr (kIsLong) {
+      wait_for_cta_phase(&full[stage], parity);
+      float sums[2][kTiles][4] = {};
+#pragma unroll 1
+      for (int rank = 0; rank < unit.weights.rank; rank += kRanks) {
+        if (unit.is_new || unit.weights.rank > kRanks) b.load(unit.weights, warp_column, width, rank);
+        multiply(0, rank, sums[0]);
+        multiply(1, rank, sums[1]);
+      }
+      add(0, sums[0]);
+      add(1, sums[1]);
+    } else {
+      if (unit.is_new) b.load(unit.weights, warp_column, width, 0);
+      wait_for_cta_phase(&full[stage], parity);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float sums[kTiles][4] = {};
+        multiply(half, 0, sums);
+        add(half, sums);
+        __syncwarp();  // so that the compiler does not begin the second half first
+      }
+    }
+    fence_for_copy_engine();
+    __syncwarp();
+    const bool is_box = warp < unit.boxes;
+    for (int i = lane; !is_box && i < kUnitRows * 8; i += kLanes) {
+      const int64_t row = unit.row[i / 8];
+      const int column = warp_column + i % 8 * 8;
+      if (row >= 0 && column < width) {
+        T* const y = static_cast<T*>(args.y) + row * args.y_stride + slice.offset + column;
+        store16(y, box[i / 8 * 8 + (i ^ i / 8) % 8]);
+      }
+    }
+    if (lane == 0) {
+      if (is_box) store_box(y_maps.box, static_cast<int>(slice.offset) + warp_column, unit.row[0], box);
+      commit_bulk();
+      wait_for_bulk_reads_but_one();
+      if (last_stage >= 0) arrive(&empty[last_stage]);
+    }
+    last_stage = stage;
+    advance();
+  }
+  if (lane == 0) wait_for_bulk();
 #endif
 }
 
-// For the ring and h: the rest is more than the kernel has besides.
-int most_shared_bytes() {
-  return current_device().shared_bytes - 2048;
+// The 16-byte pieces of a row lie turned by its number in shared memory, so that lanes which access eight
+// rows meet in no bank.
+int encode_y(const ExpandArgs& args, YMaps* maps) {
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  }();
+  if (encode == nullptr) return cudaErrorSymbolNotFound;
+  const Site& site = args.site;
+  cuuint64_t columns = 0;
+  for (int i = 0; i < site.num_slices; ++i)
+    columns = std::max<cuuint64_t>(columns, site.slices[i].offset + site.slices[i].width);
+  const cuuint64_t rows = args.rows;
+  const cuuint64_t box[] = {columns, rows};
+  const cuuint64_t blocks[] = {kBlockColumns, rows, std::max<cuuint64_t>(columns / kBlockColumns, 1)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(args.y_stride * item_size(site.dtype)),
+                                kBlockColumns * 2};
+  const cuuint32_t copied[] = {kBlockColumns, kUnitRows, kWarps};
+  const cuuint32_t steps[] = {1, 1, 1};
+  const auto type =
+      site.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const auto make = [&](CUtensorMap* map, int dimensions, const cuuint64_t* sizes) {
+    return encode(map, type, dimensions, args.y, sizes, strides, copied, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  };
+  return make(&maps->box, 2, box) && make(&maps->blocks, 3, blocks) ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <int kGroups, int kOwn, bool kIsLong>
-int64_t shared_bytes(int64_t max_rank) {
-  const int64_t pitch = hidden_ranks<kGroups, kIsLong>(max_rank) + hidden_padding(kGroups);
-  return ring_vectors(kGroups) * 16 + kOwn * kPrefillRows * pitch * 2;
+// Beside its stages a CTA has the kilobyte that y is aligned to, and its units and barriers.
+constexpr int kAlignBytes = 1024;
+constexpr int kOwnBytes = kMaxStages * (sizeof(Unit<__half>) + 3 * sizeof(uint64_t));
+
+int64_t stage_bytes(int64_t hidden_vectors) {
+  return kWarps * kBoxBytes + hidden_vectors * 16;
 }
 
-template <typename T, int kGroups, int kOwn, int kCtas, bool kIsLong>
-int launch_expand(const ExpandArgs& args, int64_t decode_tiles, int64_t tiles, void* stream) {
-  const auto kernel = expand_prefill_kernel<T, kGroups, kOwn, kCtas, kIsLong>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes());
+template <typename T, int kGroups, bool kIsLong>
+int launch_expand(const ExpandArgs& args, int64_t decode_tiles, void* stream) {
+  const auto kernel = expand_prefill_kernel<T, kGroups, kIsLong>;
+  YMaps y_maps;
+  if (const int error = encode_y(args, &y_maps)) return error;
+  const int64_t prefill_tiles = max_prefill_tiles(args.rows, args.site.num_slots);
+  const int64_t column_blocks = count_column_ctas(args.site, kCtaColumns);
+  const Device device = current_device();
+  // As many stages as leave room for kCtas CTAs, each with a kilobyte of the system's own, at least two.
+  const int64_t bytes = stage_bytes(HiddenRows<T, kGroups>::vectors(args.site.max_rank));
+  const int64_t room = (device.shared_bytes + 1024) / kCtas - 1024 - kOwnBytes - kAlignBytes;
+  const int stages = static_cast<int>(std::clamp<int64_t>(room / bytes, 2, kMaxStages));
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 device.shared_bytes - kOwnBytes);
   if (error != cudaSuccess) return error;
-  const int64_t shared = shared_bytes<kGroups, kOwn, kIsLong>(args.site.max_rank);
-  const dim3 grid(count_column_ctas(args.site, num_warps(kGroups) * kBlockColumns), ceil_div(tiles, kOwn));
-  return launch(kernel, grid, num_warps(kGroups) * kLanes, 1, stream, shared, args,
-                static_cast<int>(decode_tiles));
-}
-
-// Two tiles to a CTA where there are many.
-template <typename T, int kGroups, int kCtas>
-int launch_expand(const ExpandArgs& args, int64_t decode_tiles, int64_t tiles, void* stream) {
-  const int64_t columns = count_column_ctas(args.site, num_warps(kGroups) * kBlockColumns);
-  const bool are_many = columns * tiles > 4 * kCtas * current_device().multiprocessors;
-  return are_many ? launch_expand<T, kGroups, 2, kCtas, false>(args, decode_tiles, tiles, stream)
-                  : launch_expand<T, kGroups, 1, kCtas, false>(args, decode_tiles, tiles, stream);
+  const int64_t units = (decode_tiles + prefill_tiles * kTileUnits) * column_blocks;
+  const dim3 grid(std::min<int64_t>(units, kCtas * device.multiprocessors));
+  const Bounds bounds{static_cast<int>(decode_tiles), static_cast<int>(prefill_tiles),
+                      static_cast<int>(column_blocks)};
+  return launch(kernel, grid, kThreads, 1, stream, static_cast<int>(stages * bytes) + kAlignBytes, args,
+                y_maps, bounds, stages);
 }
 
 template <typename T>
 int expand(const ExpandArgs& args, bool with_decode, void* stream) {
   const Site& site = args.site;
   const int64_t decode_tiles = with_decode ? max_decode_tiles(args.rows, site.num_slots) : 0;
-  const int64_t tiles = decode_tiles + max_prefill_tiles(args.rows, site.num_slots);
-  if (site.max_rank <= 16) return launch_expand<T, 1, 6>(args, decode_tiles, tiles, stream);
-  if (site.max_rank <= 32) return launch_expand<T, 2, 5>(args, decode_tiles, tiles, stream);
-  if (site.max_rank <= 64) return launch_expand<T, 4, 2>(args, decode_tiles, tiles, stream);
-  return launch_expand<T, 4, 1, 2, true>(args, decode_tiles, tiles, stream);
+  if (site.max_rank <= 16) return launch_expand<T, 1, false>(args, decode_tiles, stream);
+  if (site.max_rank <= 32) return launch_expand<T, 2, false>(args, decode_tiles, stream);
+  if (site.max_rank <= 64) return launch_expand<T, 4, false>(args, decode_tiles, stream);
+  return launch_expand<T, 2, true>(args, decode_tiles, stream);
 }
 
 }  // namespace
 
 bool expand_prefill_has_room(const Site& site) {
-  return shared_bytes<4, 1, true>(site.max_rank) <= most_shared_bytes();
+  const int64_t bytes = stage_bytes(HiddenRows<__half, 2>::vectors(site.max_rank));
+  return 2 * bytes + kAlignBytes + kOwnBytes <= current_device().shared_bytes;
 }
 
 int expand_prefill(const ExpandArgs& args, bool with_decode, void* stream) {

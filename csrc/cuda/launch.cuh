@@ -43,7 +43,7 @@ bool fits_grid(const Args& args) {
 struct Device {
   int capability;  // 90 for sm_90
   int multiprocessors;
-  int shared_bytes;  // of a CTA at most
+  int shared_bytes;  // of a CTA at most; a multiprocessor has a kilobyte more
 };
 
 inline Device current_device() {

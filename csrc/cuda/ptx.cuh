@@ -1,6 +1,7 @@
 // The instructions that C++ has no word for, one function each.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -68,6 +69,12 @@ __device__ inline uint4 load_weights16(const void* p) {
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
+  return v;
+}
+
+__device__ inline uint2 load_weights8(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
   return v;
 }
 
@@ -177,7 +184,32 @@ __device__ inline void arrive_and_expect(uint64_t* barrier, uint32_t bytes) {
                : "memory");
 }
 
-// Until the phase of this parity has ended.
+__device__ inline void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrives when this thread's copies so far by copy16_async() are done.
+__device__ inline void arrive_after_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Until the phase of this parity has ended, where only threads of this CTA and copies arrive. Of a new
+// barrier the phase before the first, of parity 1, has ended.
+__device__ inline void wait_for_cta_phase(uint64_t* barrier, uint32_t parity) {
+  uint32_t done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  }
+}
+
+// Until the phase of this parity has ended, where threads of other CTAs arrive too.
 __device__ inline void wait_for_phase(uint64_t* barrier, uint32_t parity) {
   uint32_t done = 0;
   while (done == 0) {
@@ -198,6 +230,63 @@ __device__ inline void store_to_peer(uint32_t address, float4 v, uint32_t barrie
           address),
       "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
       : "memory");
+}
+
+// ---- Bulk copies ----
+// By the copy engine, which takes shared memory as of its own: what threads have written there it sees after
+// fence_for_copy_engine() of theirs and a barrier.
+
+__device__ inline void fence_for_copy_engine() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Asks for `bytes`, a multiple of 16, to be brought into L2.
+__device__ inline void prefetch_bulk(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+__device__ inline void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Copies the box of a matrix that begins at a column and a row to shared memory; the barrier counts its
+// bytes.
+__device__ inline void load_box(void* to, const CUtensorMap& map, int column, int row, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+      "[%4];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// The same of a matrix whose columns are counted in blocks.
+__device__ inline void load_blocks(void* to, const CUtensorMap& map, int row, int block, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(0), "r"(row), "r"(block), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// The way back of a box, in this thread's group of copies that commit_bulk() closes.
+__device__ inline void store_box(const CUtensorMap& map, int column, int row, const void* from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+               "r"(column), "r"(row), "r"(shared_address(from))
+               : "memory");
+}
+
+__device__ inline void commit_bulk() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until of all but this thread's latest group of bulk copies shared memory has been read.
+__device__ inline void wait_for_bulk_reads_but_one() {
+  asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+}
+
+// Until all of this thread's bulk copies are done.
+__device__ inline void wait_for_bulk() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 }  // namespace loramux

@@ -1,0 +1,121 @@
+// The pieces of an expand of 16 rows at a time on sm_90 and later: h and B where the tensor core takes them,
+// and what it adds to y. Ranks meet in the order of columns.cuh, so that a row gets the same bits as from
+// the kernels made of those pieces.
+#pragma once
+
+#include "cuda/columns.cuh"
+#include "cuda/common.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/ptx.cuh"
+
+namespace loramux {
+
+inline constexpr int kUnitRows = 16;
+
+// B of one warp's columns, kGroups groups of ranks, as the tensor core's 8-column operand. A block of 64
+// columns has two halves: lane 4 g + t ends with columns 8 (2 t + half) to 8 (2 t + half) + 7.
+template <typename T, int kGroups>
+class BHalves {
+ public:
+  // From column `column` of the slice and rank first_rank on.
+  __device__ void load(const SliceWeights<T>& weights, int column, int width, int first_rank) {
+    const int g = threadIdx.x % kLanes / 4;
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int first = column + (g / 2 * 2 + half) * 8;
+      const int end = first < width ? weights.rank : 0;
+      const T* const b = weights.b + (first + g % 2) * weights.stride;
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int q = 0; q < kGroups; q += 2) {
+          const int rank = first_rank + first_rank_of_lane<kGroups>(q, t);
+          const T* const from = b + 2 * i * static_cast<int>(weights.stride) + rank;
+          uint4 v{};
+          if constexpr (kGroups == 1) {
+            const uint2 four = rank < end ? load_weights8(from) : uint2{};
+            v = {four.x, four.y, 0, 0};
+          } else {
+            if (rank < end) v = load_weights16(from);
+          }
+          // Only over stacked tensors: there may be anything past the slot's own rank.
+          if (weights.rank % 8 != 0) v = mask_ranks(v, rank, end);
+          pairs_[half][i][q] = {v.x, v.y};
+          if constexpr (kGroups > 1) pairs_[half][i][q + 1] = {v.z, v.w};
+        }
+      }
+    }
+  }
+
+  // Adds group q of 16 rows of h times B of one half. h: of rows g and g + 8 by turns, two ranks each, from
+  // first_rank_of_lane on.
+  __device__ void multiply(int half, int q, uint4 h, float (&sums)[kTiles][4]) const {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+      mma<T>(sums[i], h.x, h.y, h.z, h.w, pairs_[half][i][q].x, pairs_[half][i][q].y);
+  }
+
+ private:
+  uint2 pairs_[2][kTiles][kGroups];
+};
+
+// Eight neighbours of a row of y with the delta added, rounded once: `sums` of their half, of which a lane
+// holds the rows g (r = 0) and g + 8.
+template <typename T>
+__device__ inline uint4 add_half(uint4 y, const float (&sums)[kTiles][4], int r, float factor) {
+  uint32_t pairs[kTiles] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    const float2 old = unpack2<T>(pairs[i]);
+    pairs[i] = pack2<T>(fmaf(factor, sums[i][2 * r], old.x), fmaf(factor, sums[i][2 * r + 1], old.y));
+  }
+  return {pairs[0], pairs[1], pairs[2], pairs[3]};
+}
+
+// h of 16 rows on its way from global to shared memory through one warp's registers, rounded.
+template <typename T, int kGroups>
+class HiddenRows {
+ public:
+  // Vectors of h of 16 rows in shared memory: [group][lane that multiplies it].
+  static __host__ __device__ int vectors(int64_t max_rank) {
+    return static_cast<int>(ceil_div(max_rank, kGroups * kGroupRanks)) * kGroups * kLanes;
+  }
+
+  // row: of this lane, -1 for none. h: the slice's first rank of row 0. rank: of the slot.
+  __device__ void load(const float* h, int stride, int row, int rank, int first_rank) {
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const int lane_rank = first_rank + first_rank_of_lane<kGroups>(group(), threadIdx.x % 4);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int from = __shfl_sync(~0u, row, row_pair(i) + 8 * r);
+        const float* const values = h + int64_t{from} * stride + lane_rank;
+        values_[i][r] = from >= 0 && lane_rank < rank ? *reinterpret_cast<const float4*>(values) : float4{};
+      }
+    }
+  }
+
+  __device__ void put(uint4* to, int rank, int first_rank) const {
+    const bool are_fours = rank % 4 == 0;
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const int left = rank - first_rank - first_rank_of_lane<kGroups>(group(), threadIdx.x % 4);
+      uint2 rows[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        rows[r] = are_fours ? pack_hidden<T>(values_[i][r], 4) : pack_hidden<T>(values_[i][r], left);
+      to[(first_rank / kGroupRanks + group()) * kLanes + row_pair(i) * 4 + threadIdx.x % 4] = {
+          rows[0].x, rows[1].x, rows[0].y, rows[1].y};
+    }
+  }
+
+ private:
+  // Neighbouring lanes take neighbouring ranks of a row.
+  static __device__ int group() { return threadIdx.x % kLanes / 4 % kGroups; }
+  static __device__ int row_pair(int i) { return (i * kLanes + threadIdx.x % kLanes) / (4 * kGroups); }
+
+  float4 values_[kGroups][2];
+};
+
+}  // namespace loramux
