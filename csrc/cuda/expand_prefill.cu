@@ -144,8 +144,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       const TileRow found =
           lane < kUnitRows ? find_row(args.plan, tile, first + lane, args.rows) : TileRow{-1, 0};
       const int row = static_cast<int>(found.index);
-      const bool is_whole = !tile.gathered && __popc(__ballot_sync(~0u, row >= 0)) == kUnitRows;
-      const int boxes = is_whole ? width / kBlockColumns : 0;
+      const int first_row = __shfl_sync(~0u, row, 0);
+      const bool is_next = lane >= kUnitRows || (row >= 0 && row == first_row + lane);
+      const int boxes = __all_sync(~0u, is_next) ? width / kBlockColumns : 0;
       wait_for_earlier_kernels();
       HiddenRows<T, kGroups> hidden_rows;
       const float* const h = args.h + columns.slice * args.site.max_rank;
@@ -169,7 +170,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       // All reading of y is asked for here.
       unsigned char* const y_boxes = ring + stage * kWarps * kBoxBytes;
       const int y_column = static_cast<int>(slice.offset) + columns.first;
-      const int first_row = __shfl_sync(~0u, row, 0);
       if (boxes == kWarps && y_column % kBlockColumns == 0) {
         if (lane == 0) load_blocks(y_boxes, y_maps.blocks, first_row, y_column / kBlockColumns, &full[stage]);
       } else {
