@@ -47,7 +47,7 @@ def cases(form: str) -> list[dict[str, Any]]:
         return [peer for peer in peers if peer["phase"] == "decode"]
     decode = [(slot, 1) for slot in range(1, SLOTS + 1)]
     steps = [decode * (rows // SLOTS) for rows in (64, 128, 256, 512, 1024)]
-    for rows in (512, 2048, 8192):
+    for rows in (1024, 2048, 8192):
         prefill = [(slot, rows // 8) for slot in range(1, 9)]
         steps += [prefill, [*decode[8:], *prefill]]
     return [

@@ -55,7 +55,7 @@ static_assert(sizeof(PlanHeader) == 16 && sizeof(Tile) == 16 && sizeof(GatheredR
 inline constexpr int kDecodeRows = 8;
 inline constexpr int kPrefillRows = 64;
 // A slot with more rows than this in a step is planned in prefill tiles, any other in decode tiles.
-inline constexpr int kMaxDecodeRowsOfSlot = 32;
+inline constexpr int kMaxDecodeRowsOfSlot = 64;
 
 // ---- Arguments of the kernels. ----
 
@@ -148,7 +148,7 @@ int embedding_cuda(const EmbeddingArgs& args, void* stream);
 // The same in two halves, for what the caller enqueues on `stream` between them to run beside the first:
 // start makes the deltas in delta.expand.y, [rows, width], contiguous; finish adds them to y. delta.shrink.h
 // is kBesideParts arrays behind one another. Only where beside_serves says so.
-inline constexpr int64_t kBesideRows = kMaxDecodeRowsOfSlot;  // of a call at most: never in a prefill tile
+inline constexpr int64_t kBesideRows = 32;  // of a call at most: never in a prefill tile
 inline constexpr int64_t kBesideParts = 8;
 bool beside_serves(const ApplyArgs& delta);
 int start_cuda(const ApplyArgs& delta, void* stream);

@@ -23,7 +23,7 @@
 namespace loramux {
 namespace {
 
-static_assert(kMaxParts <= kBesideParts);
+static_assert(kMaxParts <= kBesideParts && kBesideRows <= kMaxDecodeRowsOfSlot);
 
 // Grid: (parts of K; decode tiles; slices). As shrink_decode_kernel, but the sums of a part go to an array
 // [rows, num_slices, max_rank] of their own behind args.h. Zeroes the delta too, `vectors` of 16 bytes.

@@ -9,7 +9,6 @@
 
 namespace loramux {
 
-inline constexpr int kRows = 8;           // of a pass: the columns of a tensor-core tile
 inline constexpr int kTiles = 4;          // of a block
 inline constexpr int kBlockColumns = 64;  // of y; a lane ends with 8 neighbours of them
 

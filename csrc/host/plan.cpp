@@ -17,7 +17,7 @@ int64_t ceil_div(int64_t a, int64_t b) {
 
 }  // namespace
 
-// A slot of r <= 32 rows takes ceil(r / 8) tiles: one costs one row, each of three more costs 8.
+// A slot of r <= 64 rows takes ceil(r / 8) tiles: one costs one row, each of seven more costs 8.
 int64_t max_decode_tiles(int64_t rows, int64_t num_slots) {
   const int64_t adapters = std::max<int64_t>(num_slots - 1, 0);
   if (rows <= adapters) return rows;
@@ -25,15 +25,12 @@ int64_t max_decode_tiles(int64_t rows, int64_t num_slots) {
                   adapters * (kMaxDecodeRowsOfSlot / kDecodeRows));
 }
 
-// A slot of r > 32 rows takes ceil(r / 64) tiles: one costs 33 rows, two cost 65, each one more costs 64.
-// Two tiles of one slot are thus the cheapest, then one tile, then further ones.
-static_assert(kPrefillRows + 1 <= 2 * (kMaxDecodeRowsOfSlot + 1) && kMaxDecodeRowsOfSlot < kPrefillRows);
+// A slot of r > 64 rows takes ceil(r / 64) tiles: two cost 65 rows, each one more costs 64.
+static_assert(kMaxDecodeRowsOfSlot == kPrefillRows);
 int64_t max_prefill_tiles(int64_t rows, int64_t num_slots) {
   const int64_t adapters = std::max<int64_t>(num_slots - 1, 0);
   const int64_t pairs = std::min(rows / (kPrefillRows + 1), adapters);
-  const int64_t left = rows - pairs * (kPrefillRows + 1);
-  if (pairs < adapters) return 2 * pairs + (left > kMaxDecodeRowsOfSlot ? 1 : 0);
-  return pairs == 0 ? 0 : 2 * pairs + left / kPrefillRows;
+  return pairs == 0 ? 0 : 2 * pairs + (rows - pairs * (kPrefillRows + 1)) / kPrefillRows;
 }
 
 // A tile of n rows takes 4 words, and 2 n more if it is gathered, which needs n >= 2: at most 4 n in all.

@@ -22,7 +22,7 @@ class CudaForms : public CudaTest {
 };
 TYPED_TEST_SUITE(CudaForms, HalfTypes);
 
-constexpr int64_t kRowsOfBits = 65;
+constexpr int64_t kRowsOfBits = 130;
 
 // y of every row under slot 1 in a tile of this kind. The plans are of kRowsOfBits rows: all of slot 1, or a
 // third.

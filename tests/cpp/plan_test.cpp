@@ -115,9 +115,9 @@ TEST_F(PlanTest, AdjacentSegmentsOfOneScaleAreContiguous) {
 TEST_F(PlanTest, TheRowsOfASlotInTheStepDecideBetweenDecodeAndPrefill) {
   ASSERT_EQ(plan({{1, 16, 1.0f}, {0, 1, 1.0f}, {1, 16, 1.0f}}), PlanStatus::ok);
   EXPECT_EQ(decode_tiles(), (Tiles{span(1, 0, 8), span(1, 8, 8), span(1, 17, 8), span(1, 25, 8)}));
-  ASSERT_EQ(plan({{1, 16, 1.0f}, {0, 1, 1.0f}, {1, 17, 1.0f}}), PlanStatus::ok);
+  ASSERT_EQ(plan({{1, 32, 1.0f}, {0, 1, 1.0f}, {1, 33, 1.0f}}), PlanStatus::ok);
   EXPECT_EQ(decode_tiles(), Tiles{});
-  EXPECT_EQ(prefill_tiles(), (Tiles{gathered({span(1, 0, 16), span(1, 17, 17)})}));
+  EXPECT_EQ(prefill_tiles(), (Tiles{gathered({span(1, 0, 32), span(1, 33, 32)}), span(1, 65, 1)}));
 }
 
 TEST_F(PlanTest, PrefillSegmentsGiveFullTilesAndGatherTheirRemainders) {
@@ -129,9 +129,9 @@ TEST_F(PlanTest, PrefillSegmentsGiveFullTilesAndGatherTheirRemainders) {
 }
 
 TEST_F(PlanTest, SlotsComeInOrderOfFirstAppearance) {
-  ASSERT_EQ(plan({{5, 1, 1.0f}, {1, 1, 1.0f}, {7, 40, 1.0f}, {5, 1, 1.0f}, {3, 40, 1.0f}}), PlanStatus::ok);
-  EXPECT_EQ(decode_tiles(), (Tiles{gathered({span(5, 0, 1), span(5, 42, 1)}), span(1, 1, 1)}));
-  EXPECT_EQ(prefill_tiles(), (Tiles{span(7, 2, 40), span(3, 43, 40)}));
+  ASSERT_EQ(plan({{5, 1, 1.0f}, {1, 1, 1.0f}, {7, 70, 1.0f}, {5, 1, 1.0f}, {3, 70, 1.0f}}), PlanStatus::ok);
+  EXPECT_EQ(decode_tiles(), (Tiles{gathered({span(5, 0, 1), span(5, 72, 1)}), span(1, 1, 1)}));
+  EXPECT_EQ(prefill_tiles(), (Tiles{span(7, 2, 64), span(7, 66, 6), span(3, 73, 64), span(3, 137, 6)}));
 }
 
 TEST_F(PlanTest, RefusesWhatIsNoPlanAndWritesNothing) {
@@ -163,7 +163,7 @@ TEST_F(PlanTest, FitsItsExactSizeAndNothingSmaller) {
 }
 
 TEST_F(PlanTest, APlanDoesNotDependOnTheOnesBefore) {
-  const std::vector<PlanSegment> segments = {{1, 40, 1.0f}, {2, 1, 1.0f}, {1, 1, 2.0f}, {2, 1, 1.0f}};
+  const std::vector<PlanSegment> segments = {{1, 70, 1.0f}, {2, 1, 1.0f}, {1, 1, 2.0f}, {2, 1, 1.0f}};
   ASSERT_EQ(plan(segments), PlanStatus::ok);
   const std::vector<int32_t> first(words(), words() + capacity_);
   ASSERT_EQ(plan({{2, 100, 1.0f}, {1, 9, 1.0f}, {9, 1, 1.0f}}), PlanStatus::bad_slot);
@@ -202,7 +202,7 @@ TEST(PlanBounds, TileBoundsAreReachedAndNeverExceeded) {
 
 TEST(PlanBounds, ADecodeStepOverManySlotsHasATileARow) {
   EXPECT_EQ(max_decode_tiles(8, 512), 8);
-  EXPECT_EQ(max_prefill_tiles(32, 512), 0);
+  EXPECT_EQ(max_prefill_tiles(64, 512), 0);
   EXPECT_EQ(plan_capacity(8, 512), 4 + 8 * 4);
 }
 
