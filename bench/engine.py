@@ -84,9 +84,20 @@ class Session:
         work.mkdir(parents=True, exist_ok=True)
 
     def child(
-        self, backend: str, engine: dict[str, Any], adapters: Sequence[Path], jobs: list[Any]
+        self,
+        backend: str,
+        engine: dict[str, Any],
+        adapters: Sequence[Path],
+        jobs: list[Any],
+        *,
+        deterministic: bool = False,
     ) -> dict[str, Any]:
-        """Run one engine's jobs: what those found that ended, and ``"error"`` if one did not."""
+        """Run one engine's jobs: what those found that ended, and ``"error"`` if one did not.
+
+        Args:
+            deterministic: of the kernels that torch.compile makes none is chosen by its time, so
+                that every engine has the same ones.
+        """
         self.started += 1
         spec, out = (self.work / f"{kind}_{self.started}.json" for kind in ("spec", "out"))
         out.unlink(missing_ok=True)
@@ -99,7 +110,7 @@ class Session:
             VLLM_HOST_IP="127.0.0.1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
             HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", GLOO_SOCKET_IFNAME="lo",
             NCCL_SOCKET_IFNAME="lo", TOKENIZERS_PARALLELISM="false", CUDA_MODULE_LOADING="LAZY",
-            VLLM_USE_FLASHINFER_SAMPLER="0",
+            VLLM_USE_FLASHINFER_SAMPLER="0", TORCHINDUCTOR_DETERMINISTIC=str(int(deterministic)),
         )  # fmt: skip
         left = self.deadline - time.time()
         if left < 30:
@@ -228,7 +239,7 @@ def answers_suite(session: Session, options: argparse.Namespace) -> Iterator[dic
             model, max_loras=0 if backend == "none" else 32, tokens=1024, adapters=40
         )
         jobs = [["answers", {"batches": batches, "new": 16}]]
-        results[backend] = session.child(backend, arguments, flat, jobs)
+        results[backend] = session.child(backend, arguments, flat, jobs, deterministic=True)
     reference = Reference(model, flat)
     yield from compare(results, batches, reference, "max rank 16, 32 slots")
 
@@ -237,7 +248,7 @@ def answers_suite(session: Session, options: argparse.Namespace) -> Iterator[dic
     for backend in BACKENDS:
         arguments = engine_arguments(model, max_loras=4, max_rank=64, tokens=1024, adapters=16)
         jobs = [["answers", {"batches": batches, "new": 16}]]
-        results[backend] = session.child(backend, arguments, mixed, jobs)
+        results[backend] = session.child(backend, arguments, mixed, jobs, deterministic=True)
     reference.adapters = mixed
     yield from compare(results, batches, reference, "max rank 64, 4 slots")
 
@@ -307,6 +318,7 @@ def compare(
             continue
         distances = {"base": Distance(), "adapter": Distance()}
         same = base = 0
+        difference = 0.0
         for i, batch in enumerate(batches):
             requests = zip(batch["adapters"], batch["prompts"], answers[i], strict=True)
             for j, (adapter, prompt, answer) in enumerate(requests):
@@ -314,10 +326,17 @@ def compare(
                 if adapter == 0 and plain:
                     base += 1
                     same += answer == plain[i][j]
+                    pairs = zip(answer["prompt"], plain[i][j]["prompt"], strict=True)
+                    difference = max([difference, *(abs(a - b) for a, b in pairs)])
         for kind, distance in distances.items():
             yield {**about, "rows": kind, **distance.row()}
         if plain:
-            yield {**about, "base_requests": base, "with_the_bits_of_no_lora": same}
+            yield {
+                **about,
+                "base_requests": base,
+                "with_the_bits_of_no_lora": same,
+                "max_prompt_difference": round(difference, 6),
+            }
 
 
 class Distance:

@@ -9,14 +9,16 @@ for Llama-3.1-8B: its linears with random weights in bfloat16, each with its sit
   them, over the same without swaps: prefetched a few steps ahead, and by the step that names it.
 - ``prefetch_exposed_us``: by how much later a decode step behind a 1k-token prefill ends when its
   adapter is prefetched as the prefill begins, over one that is resident. By the events of the two
-  streams the copy ends ``ahead_us`` before the prefill does.
+  streams the copy ends ``ahead_us`` before the prefill does; ``host_us`` is what the prefetch adds
+  to the time in which the host enqueues the prefill.
 
-The first two hold the copy stream back until all is enqueued, so that they time the device alone.
+All but the slowdown hold a stream back until the host is ahead, so that they time the device alone.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
@@ -266,6 +268,7 @@ def exposed_row(
     """A prefill, then a decode step of another adapter: resident, prefetched or absent."""
     copies, first, then = pool._arena.stream, NAMES[0], NAMES[1]
     totals: dict[str, list[float]] = {"resident": [], "prefetched": [], "absent": []}
+    enqueuings: dict[str, list[float]] = {kind: [] for kind in totals}
     prefills, aheads = [], []
     for kind in list(totals) * turns:
         for name in [*NAMES[2:], first]:
@@ -274,13 +277,14 @@ def exposed_row(
             use(pool, then)
         assert (then in pool.counters["resident"]) == (kind == "resident")
         begun, prefilled, copied, decoded = events(4)
-        torch.cuda.synchronize()
-        begun.record()
+        held(torch.cuda.current_stream(), begun)
+        enqueuing = time.perf_counter()
         with pool.begin_step(LoraStep((Segment(first, PREFILL_ROWS),))):
             if kind == "prefetched":
                 pool.prefetch([then])
             stack(stack.prefill_x)
             prefilled.record()
+        enqueuings[kind].append((time.perf_counter() - enqueuing) * 1e6)
         pool._loader.submit(int).result()  # until the prefetch has enqueued its copies
         copied.record(copies)
         with pool.begin_step(decode_step([then])):
@@ -292,11 +296,13 @@ def exposed_row(
             prefills.append(begun.elapsed_time(prefilled) * 1e3)
             aheads.append(copied.elapsed_time(prefilled) * 1e3)
     resident, prefetched, absent = (median(us) for us in totals.values())
+    host_us = median(enqueuings["prefetched"]) - median(enqueuings["resident"])
     return {
         "figure": "prefetch_exposed_us",
         "value": round(prefetched - resident, 1),
         "without_prefetch_us": round(absent - resident, 1),
         "ahead_us": round(min(aheads), 1),
+        "host_us": round(host_us, 1),
         "prefill_us": round(median(prefills), 1),
         "prefill_rows": PREFILL_ROWS,
         "resident_us": round(resident, 1),

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   if (threadIdx.x == 0) {
     for (int i = 0; i < stages; ++i) {
       make_barrier(&known[i], 1);
-      make_barrier(&full[i], 1 + kLanes);
+      make_barrier(&full[i], kLanes);
       make_barrier(&empty[i], kWarps);
     }
     fence_barriers();
@@ -164,6 +164,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         unit.slice = columns.slice;
         unit.column = columns.first;
         unit.boxes = boxes;
+        expect(&full[stage], boxes * kBoxBytes);
       }
       __syncwarp();
       if (lane == 0) arrive(&known[stage]);
@@ -190,15 +191,14 @@ __global__ void __launch_bounds__(kThreads, kCtas)
                          y + from * args.y_stride + column, true);
           }
         }
+        expect_copies(&full[stage]);
       }
-      arrive_after_copies(&full[stage]);
       hidden_rows.put(hidden + stage * hidden_vectors, weights.rank, 0);
       for (int rank = kRanks; kIsLong && rank < weights.rank; rank += kRanks) {
         hidden_rows.load(h, hidden_stride, row, weights.rank, rank);
         hidden_rows.put(hidden + stage * hidden_vectors, weights.rank, rank);
       }
-      __syncwarp();
-      if (lane == 0) arrive_and_expect(&full[stage], boxes * kBoxBytes);
+      arrive(&full[stage]);
       is_new = false;
       advance();
     }
