@@ -1,4 +1,5 @@
-"""What must not cost: slots of a pool that a step does not use, and the host's side of a call."""
+"""What must not cost: slots that a step does not use, decode rows beside prefills more than the two
+alone, and the host's side of a call."""
 
 from __future__ import annotations
 
@@ -14,9 +15,12 @@ import torch
 from loramux import StepPlan, lora_apply_
 
 from .common import COLD_BYTES, SITES, SiteShape, arena_sites, graph_us, write_results
+from .kernels import call_us
 
 ADAPTERS, ROWS, RANK = 8, 8, 16
 POOLS = (8, 64, 512)
+DECODE = [(slot, 1) for slot in range(9, 65)]  # of a mixed step, (slot, rows) each
+PREFILL = [(slot, 249) for slot in range(1, 9)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +31,13 @@ def run(options: argparse.Namespace) -> None:
     rows = [pool_size(name, slots) for name in SITES for slots in POOLS]
     for row in rows:
         print("{site:8} 8 adapters in {slots:4} slots: {us:7.3f} us".format(**row))
+    for name in SITES:
+        for rank in (16, 64):
+            rows.append(mixed_step(name, rank))
+            print(
+                "{site:8} r{rank}, 56 decode rows {decode_us:.2f} us, beside 1992 of 8 prefills "
+                "{us:.2f}, which alone take {prefill_us:.2f}".format(**rows[-1])
+            )
     rows.append(dispatch(options.turns))
     print("eager lora_apply_: {us:.2f} us of host time, y.add_(y): {add_us:.2f}".format(**rows[-1]))
     write_results(options.json, rows)
@@ -39,6 +50,30 @@ def pool_size(name: str, slots: int) -> dict[str, Any]:
     sites, plan, x, y = _step(shape, slots, layers)
     us = graph_us(lambda i: lora_apply_(y, x, sites[i % layers], plan), layers)
     return {"figure": "pool_size", "site": name, "slots": slots, "us": round(us, 3)}
+
+
+def mixed_step(name: str, rank: int) -> dict[str, Any]:
+    """Decode rows and prefills in one step, and each of them alone."""
+
+    def us(segments: list[tuple[int, int]]) -> float:
+        case = {
+            "site": name,
+            "rows": sum(count for _, count in segments),
+            "adapters": len(segments),
+            "slots": len(DECODE) + len(PREFILL),
+            "rank": rank,
+            "segments": segments,
+        }
+        return round(call_us(case, None)[0], 2)
+
+    return {
+        "figure": "mixed_step",
+        "site": name,
+        "rank": rank,
+        "us": us([*DECODE, *PREFILL]),
+        "decode_us": us(DECODE),
+        "prefill_us": us(PREFILL),
+    }
 
 
 def dispatch(turns: int) -> dict[str, Any]:

@@ -85,18 +85,18 @@ def call_us(
 ) -> tuple[float, float | None]:
     """Microseconds of a call, and of the same in grouped torch.
 
-    A case has the fields of a row of the grid; ``segments``, slots and rows, if they are to be
-    others than the phase's.
+    A case has the fields of a row of the grid, or ``segments``, slots and rows, for its phase.
     """
     shape, dtype = SITES[case["site"]], torch.bfloat16
     rows, adapters, slots, rank = (case[key] for key in ("rows", "adapters", "slots", "rank"))
     layers = min(max(math.ceil(COLD_BYTES / (adapters * shape.weight_bytes(rank))), 4), 1024)
     sites = arena_sites(shape, slots, rank, layers, dtype, "cuda")
-    slot_of_row = [slots - adapters + 1 + i % adapters for i in range(rows)]
-    if case["phase"] == "prefill":
-        slot_of_row.sort()
     if "segments" in case:
         slot_of_row = [slot for slot, count in case["segments"] for _ in range(count)]
+    else:
+        slot_of_row = [slots - adapters + 1 + i % adapters for i in range(rows)]
+        if case["phase"] == "prefill":
+            slot_of_row.sort()
     plan = StepPlan(rows, slots + 1, "cuda", len(shape.widths) * rank)
     plan.update(slot_of_row, [1] * rows, [1.0] * rows)
     x = torch.randn(rows, shape.width_in, dtype=dtype, device="cuda")

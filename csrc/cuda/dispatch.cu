@@ -4,7 +4,6 @@
 
 #include <cstdlib>
 
-#include "cuda/forms.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
 #include "host/plan.h"
@@ -42,15 +41,15 @@ int shrink_cuda(const ShrinkArgs& args, void* stream) {
 }
 
 int expand_cuda(const ExpandArgs& args, void* stream) {
-  if (has_tiles(args) && !is_portable_forced() && expand_serves(args)) {
-    if (args.rows > max_short_step_rows(args.site.max_rank)) return expand_prefill(args, true, stream);
-    return run(
-        args, [&] { return expand_decode(args, 1, stream); },
-        [&] { return expand_prefill(args, false, stream); });
-  }
+  const bool is_tuned = !is_portable_forced() && expand_serves(args);
   return run(
-      args, [&] { return expand_portable(TileKind::decode, args, stream); },
-      [&] { return expand_portable(TileKind::prefill, args, stream); });
+      args,
+      [&] {
+        return is_tuned ? expand_decode(args, 1, stream) : expand_portable(TileKind::decode, args, stream);
+      },
+      [&] {
+        return is_tuned ? expand_prefill(args, stream) : expand_portable(TileKind::prefill, args, stream);
+      });
 }
 
 int apply_cuda(const ApplyArgs& args, void* stream) {

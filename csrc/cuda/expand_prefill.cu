@@ -1,6 +1,6 @@
-// The expand of plans with prefill tiles (up to 64 rows of one slot), their decode tiles too, on sm_90 and
-// later. The grid fills the chip once. Each CTA goes through its share of the units, 16 rows of a tile by 512
-// columns each: down the rows of one block of columns, then of the next.
+// The expand of prefill tiles (up to 64 rows of one slot) on sm_90 and later. The grid fills the chip once.
+// Each CTA goes through its share of the units, 16 rows of a tile by 512 columns each: down the rows of one
+// block of columns, then of the next.
 //
 // Floor: y read and written over 4.2 TB/s; gate_up takes 224 us for 8192 rows. One warp reads the plan,
 // rounds h and has the copy engine fetch y of the units to come into a ring in shared memory, past the ends
@@ -28,13 +28,7 @@ constexpr int kCtas = 2;  // to an SM
 constexpr int kTileUnits = kPrefillRows / kUnitRows;
 constexpr int kBoxBytes = kUnitRows * kBlockColumns * 2;  // y of a warp
 constexpr int kMaxStages = 3;                             // more leave the L1 cache less
-static_assert(kDecodeRows <= kUnitRows && kUnitRows <= kLanes && kBoxBytes % 1024 == 0);
-
-// How much there may be to do: what the plan holds of it, only the device knows.
-struct Bounds {
-  int decode_tiles, prefill_tiles;
-  int column_blocks;  // of kCtaColumns columns
-};
+static_assert(kPrefillRows % kUnitRows == 0 && kUnitRows <= kLanes && kBoxBytes % 1024 == 0);
 
 struct YMaps {
   CUtensorMap box;     // y of a warp: 16 rows of 64 columns
@@ -55,10 +49,11 @@ struct Unit {
 };
 
 // kGroups groups of ranks are held in registers. If kIsLong there may be more: they are read for every unit.
+// max_tiles: what the plan holds of it, only the device knows. column_blocks: of kCtaColumns columns.
 template <typename T, int kGroups, bool kIsLong>
 __global__ void __launch_bounds__(kThreads, kCtas)
     expand_prefill_kernel(const __grid_constant__ ExpandArgs args, const __grid_constant__ YMaps y_maps,
-                          const Bounds bounds, int stages) {
+                          int max_tiles, int column_blocks, int stages) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kRanks = kGroups * kGroupRanks;
   extern __shared__ unsigned char dynamic_shared[];
@@ -76,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   if (threadIdx.x == 0) {
     for (int i = 0; i < stages; ++i) {
       make_barrier(&known[i], 1);
-      make_barrier(&full[i], kLanes);
+      make_barrier(&full[i], 2 * kLanes);
       make_barrier(&empty[i], kWarps);
     }
     fence_barriers();
@@ -95,17 +90,15 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 
   if (warp == kWarps) {
     const PlanHeader header = *reinterpret_cast<const PlanHeader*>(args.plan.words);
-    const int decode_tiles = min(max(header.decode_tiles, 0), bounds.decode_tiles);
-    const int prefill_tiles = min(max(header.prefill_tiles, 0), bounds.prefill_tiles);
-    const int block_units = decode_tiles + prefill_tiles * kTileUnits;  // of one block of columns
-    const int64_t all_units = int64_t{block_units} * bounds.column_blocks;
+    const int block_units = min(max(header.prefill_tiles, 0), max_tiles) * kTileUnits;  // of one column block
+    const int64_t all_units = int64_t{block_units} * column_blocks;
     const int64_t begin = all_units * blockIdx.x / gridDim.x;
     int64_t left = all_units * (blockIdx.x + 1) / gridDim.x - begin;
     int block = left > 0 ? static_cast<int>(begin / block_units) : 0;
     int at = static_cast<int>(begin - int64_t{block} * block_units);  // within the block
     const int hidden_stride = args.site.num_slices * static_cast<int>(args.site.max_rank);
     TileRows tile{};
-    int tile_index = -1;  // decode tiles, then prefill tiles
+    int tile_index = -1;
     SliceWeights<T> weights{};
     ColumnRange columns{};
     int weights_block = -1, weights_slot = 0;
@@ -115,14 +108,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         at = 0;
         ++block;
       }
-      const bool is_decode = at < decode_tiles;
-      const int index = is_decode ? at : decode_tiles + (at - decode_tiles) / kTileUnits;
-      const int first = is_decode ? 0 : (at - decode_tiles) % kTileUnits * kUnitRows;  // within the tile
-      if (index != tile_index) {
-        tile_index = index;
-        if (!find_tile(args.plan, is_decode ? TileKind::decode : TileKind::prefill,
-                       is_decode ? index : index - decode_tiles, args.rows, &tile))
-          tile = {};
+      const int first = at % kTileUnits * kUnitRows;  // within the tile
+      if (at / kTileUnits != tile_index) {
+        tile_index = at / kTileUnits;
+        if (!find_tile(args.plan, TileKind::prefill, tile_index, args.rows, &tile)) tile = {};
       }
       if (first >= tile.count) continue;
       if (block != weights_block || tile.slot != weights_slot) {
@@ -136,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       if (weights.rank == 0) continue;
       const Slice& slice = args.site.slices[columns.slice];
       const int width = min(static_cast<int>(slice.width) - columns.first, kCtaColumns);
-      if (is_new && !is_decode && lane == 0) {
+      if (is_new && lane == 0) {
         prefetch_bulk(weights.b + columns.first * weights.stride,
                       width * static_cast<int>(weights.stride * sizeof(T)));
       }
@@ -164,7 +153,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         unit.slice = columns.slice;
         unit.column = columns.first;
         unit.boxes = boxes;
-        expect(&full[stage], boxes * kBoxBytes);
       }
       __syncwarp();
       if (lane == 0) arrive(&known[stage]);
@@ -191,14 +179,19 @@ __global__ void __launch_bounds__(kThreads, kCtas)
                          y + from * args.y_stride + column, true);
           }
         }
-        expect_copies(&full[stage]);
       }
+      arrive_after_copies(&full[stage]);
       hidden_rows.put(hidden + stage * hidden_vectors, weights.rank, 0);
       for (int rank = kRanks; kIsLong && rank < weights.rank; rank += kRanks) {
         hidden_rows.load(h, hidden_stride, row, weights.rank, rank);
         hidden_rows.put(hidden + stage * hidden_vectors, weights.rank, rank);
       }
-      arrive(&full[stage]);
+      // Every lane's own arrival shows what it wrote of h.
+      if (lane == 0) {
+        arrive_and_expect(&full[stage], boxes * kBoxBytes);
+      } else {
+        arrive(&full[stage]);
+      }
       is_new = false;
       advance();
     }
@@ -323,11 +316,11 @@ int64_t stage_bytes(int64_t hidden_vectors) {
 }
 
 template <typename T, int kGroups, bool kIsLong>
-int launch_expand(const ExpandArgs& args, int64_t decode_tiles, void* stream) {
+int launch_expand(const ExpandArgs& args, void* stream) {
   const auto kernel = expand_prefill_kernel<T, kGroups, kIsLong>;
   YMaps y_maps;
   if (const int error = encode_y(args, &y_maps)) return error;
-  const int64_t prefill_tiles = max_prefill_tiles(args.rows, args.site.num_slots);
+  const int64_t tiles = max_prefill_tiles(args.rows, args.site.num_slots);
   const int64_t column_blocks = count_column_ctas(args.site, kCtaColumns);
   const Device device = current_device();
   // As many stages as leave room for kCtas CTAs, each with a kilobyte of the system's own, at least two.
@@ -337,22 +330,17 @@ int launch_expand(const ExpandArgs& args, int64_t decode_tiles, void* stream) {
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  device.shared_bytes - kOwnBytes);
   if (error != cudaSuccess) return error;
-  const int64_t units = (decode_tiles + prefill_tiles * kTileUnits) * column_blocks;
-  const dim3 grid(std::min<int64_t>(units, kCtas * device.multiprocessors));
-  const Bounds bounds{static_cast<int>(decode_tiles), static_cast<int>(prefill_tiles),
-                      static_cast<int>(column_blocks)};
+  const dim3 grid(std::min<int64_t>(tiles * kTileUnits * column_blocks, kCtas * device.multiprocessors));
   return launch(kernel, grid, kThreads, 1, stream, static_cast<int>(stages * bytes) + kAlignBytes, args,
-                y_maps, bounds, stages);
+                y_maps, static_cast<int>(tiles), static_cast<int>(column_blocks), stages);
 }
 
 template <typename T>
-int expand(const ExpandArgs& args, bool with_decode, void* stream) {
-  const Site& site = args.site;
-  const int64_t decode_tiles = with_decode ? max_decode_tiles(args.rows, site.num_slots) : 0;
-  if (site.max_rank <= 16) return launch_expand<T, 1, false>(args, decode_tiles, stream);
-  if (site.max_rank <= 32) return launch_expand<T, 2, false>(args, decode_tiles, stream);
-  if (site.max_rank <= 64) return launch_expand<T, 4, false>(args, decode_tiles, stream);
-  return launch_expand<T, 2, true>(args, decode_tiles, stream);
+int expand(const ExpandArgs& args, void* stream) {
+  if (args.site.max_rank <= 16) return launch_expand<T, 1, false>(args, stream);
+  if (args.site.max_rank <= 32) return launch_expand<T, 2, false>(args, stream);
+  if (args.site.max_rank <= 64) return launch_expand<T, 4, false>(args, stream);
+  return launch_expand<T, 2, true>(args, stream);
 }
 
 }  // namespace
@@ -362,9 +350,8 @@ bool expand_prefill_has_room(const Site& site) {
   return 2 * bytes + kAlignBytes + kOwnBytes <= current_device().shared_bytes;
 }
 
-int expand_prefill(const ExpandArgs& args, bool with_decode, void* stream) {
-  return args.site.dtype == DType::bf16 ? expand<__nv_bfloat16>(args, with_decode, stream)
-                                        : expand<__half>(args, with_decode, stream);
+int expand_prefill(const ExpandArgs& args, void* stream) {
+  return args.site.dtype == DType::bf16 ? expand<__nv_bfloat16>(args, stream) : expand<__half>(args, stream);
 }
 
 }  // namespace loramux

@@ -1,4 +1,4 @@
-// The kernels behind the CUDA entry points. Most launches do the tiles of one kind; a plan may hold both.
+// The kernels behind the CUDA entry points. A launch does the tiles of one kind; a plan may hold both.
 #pragma once
 
 #include "lora.h"
@@ -28,8 +28,7 @@ int shrink_prefill(const ShrinkArgs& args, void* stream);
 int expand_decode(const ExpandArgs& args, int h_parts, void* stream);
 // Whether h of a tile of the site finds room in shared memory.
 bool expand_prefill_has_room(const Site& site);
-// with_decode: tiles of both kinds.
-int expand_prefill(const ExpandArgs& args, bool with_decode, void* stream);
+int expand_prefill(const ExpandArgs& args, void* stream);
 // Both halves in one launch, where no plan of these rows has prefill tiles.
 int apply_decode(const ApplyArgs& args, void* stream);
 

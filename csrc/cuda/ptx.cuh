@@ -188,16 +188,10 @@ __device__ inline void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Expects `bytes` of asynchronous copies in this phase, to which the thread is still to arrive.
-__device__ inline void expect(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
-               "r"(bytes)
+// Arrives when this thread's copies so far by copy16_async() are done.
+__device__ inline void arrive_after_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
-}
-
-// Expects this thread's copies so far by copy16_async() in this phase, to which it is still to arrive.
-__device__ inline void expect_copies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 // Until the phase of this parity has ended, where only threads of this CTA and copies arrive. Of a new
