@@ -463,5 +463,8 @@ def _view(data: Mapping[torch.dtype, torch.Tensor], entry: _Entry) -> torch.Tens
     if entry.start % size:
         piece = data[torch.uint8][entry.start : entry.end].clone()
         return piece.view(entry.dtype).view(entry.shape)
-    strides = [math.prod(entry.shape[i + 1 :]) for i in range(len(entry.shape))]
-    return data[entry.dtype].as_strided(entry.shape, strides, entry.start // size)
+    strides, stride = [], 1
+    for length in reversed(entry.shape):
+        strides.append(stride)
+        stride *= length
+    return data[entry.dtype].as_strided(entry.shape, strides[::-1], entry.start // size)

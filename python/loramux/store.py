@@ -40,7 +40,7 @@ from .identity import joined_digest, tensor_digest
 from .site import table_row
 from .target import LoraTarget
 
-_RUN_BYTES = 1 << 20  # about what a thread reads, packs and digests at a time
+_RUN_BYTES = 2 << 20  # about what a thread reads, packs and digests at a time
 _FAULTS = {1: "a NaN or Inf", 2: "a value too large for the pool's dtype"}
 
 

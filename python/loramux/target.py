@@ -168,6 +168,9 @@ class LoraTarget:
         self, slice_idx: int, a: torch.Tensor, b: torch.Tensor, rank: int, world_size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`shard_pair` without alignment rows: always views."""
+        _check_rank(rank, world_size)
+        if world_size == 1:
+            return a, b
         col, cols = self.input_cols(rank, world_size)
         row, rows = self.slice_rows(slice_idx, rank, world_size)
         if cols != a.shape[1]:
