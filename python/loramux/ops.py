@@ -59,7 +59,7 @@ def lora_shrink(
         PlanMismatch: the plan is for another number of rows, or over more slots than the site's.
         RuntimeError: a shape, dtype, stride or device that does not fit, with both values.
     """
-    _check_plan(plan, x, site)
+    _check_plan(plan, x.shape[0], site)
     if out is None:
         out = x.new_empty(x.shape[0], len(site.widths), site.max_rank, dtype=torch.float32)
     if site.backend == "native":
@@ -82,7 +82,7 @@ def lora_expand_(y: torch.Tensor, h: torch.Tensor, site: LoraSite, plan: StepPla
     Raises:
         PlanMismatch, RuntimeError: as ``lora_shrink``.
     """
-    _check_plan(plan, y, site)
+    _check_plan(plan, y.shape[0], site)
     if site.backend == "native":
         _expand(y, h, site.weights, site.table, plan.buffer, site.entry, site.widths)
     else:
@@ -107,12 +107,13 @@ def lora_apply_(y: torch.Tensor, x: torch.Tensor, site: LoraSite, plan: StepPlan
     Raises:
         PlanMismatch, RuntimeError: as ``lora_shrink``.
     """
-    _check_plan(plan, x, site)
+    rows = x.shape[0]
+    _check_plan(plan, rows, site)
     if site.backend == "native":
         scratch = plan.scratch
-        width = len(site.widths) * site.max_rank
-        if scratch.numel() < x.shape[0] * width:
-            scratch = x.new_empty(x.shape[0] * width, dtype=torch.float32)
+        values = rows * len(site.widths) * site.max_rank
+        if scratch.numel() < values:
+            scratch = x.new_empty(values, dtype=torch.float32)
         _apply(
             y, scratch, x, site.weights, site.table, plan.buffer,
             site.entry, site.widths, site.max_rank,
@@ -150,7 +151,7 @@ def lora_start(x: torch.Tensor, site: LoraSite, plan: StepPlan) -> StartedDelta:
     Raises:
         PlanMismatch, RuntimeError: as ``lora_shrink``.
     """
-    _check_plan(plan, x, site)
+    _check_plan(plan, x.shape[0], site)
     delta, scratch = beside_memory(x, site)
     if site.backend == "native":
         _start(
@@ -183,7 +184,7 @@ def lora_finish_(y: torch.Tensor, started: StartedDelta) -> torch.Tensor:
         PlanMismatch, RuntimeError: as ``lora_shrink``.
     """
     x, site, plan, delta, scratch = started
-    _check_plan(plan, y, site)
+    _check_plan(plan, y.shape[0], site)
     if site.backend == "native":
         _finish(
             y, delta, scratch, x, site.weights, site.table, plan.buffer,
@@ -214,7 +215,7 @@ def lora_embedding_(
         PlanMismatch, RuntimeError: as ``lora_shrink``; on the CPU also an id below -1 or past the
             vocabulary, and nothing is written.
     """
-    _check_plan(plan, ids, site)
+    _check_plan(plan, ids.shape[0], site)
     if site.backend == "native":
         _embedding(
             y, ids, site.weights, site.table, plan.buffer,
@@ -225,13 +226,13 @@ def lora_embedding_(
     return y
 
 
-def _check_plan(plan: StepPlan, rows: torch.Tensor, site: LoraSite) -> None:
+def _check_plan(plan: StepPlan, rows: int, site: LoraSite) -> None:
     # A graph being traced is used with later plans: there the operator checks what it can.
     if torch.compiler.is_compiling():
         return
-    if rows.shape[0] != plan.rows:
+    if rows != plan.rows:
         raise PlanMismatch(
-            f"got {rows.shape[0]} rows, the plan is for {plan.rows}: plan the step that these rows "
+            f"got {rows} rows, the plan is for {plan.rows}: plan the step that these rows "
             "are of, padding rows as a base segment"
         )
     if plan.num_slots > site.num_slots:

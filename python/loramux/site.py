@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -59,7 +60,7 @@ class LoraSite:
     max_rank: int
     backend: Literal["native", "torch"] = "native"
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
         """Slots, the zero adapter's included."""
         return self.table.shape[0]
