@@ -20,6 +20,7 @@ from checkpoints import (
     write,
     write_with_peft,
 )
+from loramux.adapter_files import read_safetensors
 from loramux.checkpoint import (
     drop_base_copies,
     lora_adapter_from_tensors,
@@ -195,6 +196,20 @@ class TestFiles:
         )
         assert file.read_bytes()[:2] == b"\x80\x02"
         assert read_lora_file(str(tmp_path)).rank == 4
+
+    def test_files_with_one_header_differ_in_all_else(self, tmp_path):
+        first, second, cut = (str(tmp_path / name) for name in ("first", "second", "cut"))
+        tensors = factors("a.q")
+        write(tmp_path / "first", tensors)
+        write(tmp_path / "second", {name: tensor + 1 for name, tensor in tensors.items()})
+        content = (tmp_path / "second" / "adapter_model.safetensors").read_bytes()
+        write(tmp_path / "cut", tensors)
+        (tmp_path / "cut" / "adapter_model.safetensors").write_bytes(content[:-4])
+        a, b = (read_lora_file(path).modules["a.q"].a for path in (first, second))
+        assert torch.equal(b, a + 1)
+        assert_says(refusal(read_lora_file, cut), "the file's end", cut)
+        read_safetensors(content_path := f"{first}/adapter_model.safetensors")[1]["note"] = "mine"
+        assert "note" not in read_safetensors(content_path)[1]
 
     def test_tensors_off_their_alignment_are_read(self, tmp_path):
         tensors = {

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -29,6 +29,7 @@ from .errors import AdapterError
 
 MAX_HEADER_BYTES = 16 << 20  # about 80,000 tensors
 MAX_SIDECAR_BYTES = 4 << 20
+_KNOWN_HEADER_BYTES, _HEADERS_KEPT = 1 << 20, 8
 _MAX_DIMS = 8
 _MAX_PROBLEMS = 100  # of a header's entries, that are told
 _CHUNK_BYTES = 4 << 20
@@ -360,7 +361,9 @@ def _hub_blobs(folder: Path) -> Path | None:
     return None
 
 
-def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, _Entry], dict[str, str], int, int]:
+def _read_header(
+    file: BinaryIO, path: str
+) -> tuple[Mapping[str, _Entry], dict[str, str], int, int]:
     """Entries, metadata, and the start and size of the data, checked against the file's size."""
     file_bytes = os.fstat(file.fileno()).st_size
     start = file.read(9)
@@ -368,12 +371,32 @@ def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, _Entry], dict[str
     data_start = 8 + header_bytes
     if start[8:] != b"{" or header_bytes > MAX_HEADER_BYTES or data_start > file_bytes:
         raise AdapterError(path, [_not_safetensors(start, header_bytes, file_bytes)])
+    text = start[8:] + file.read(header_bytes - 1)
+    parse = _parse_known_header if len(text) <= _KNOWN_HEADER_BYTES else _parse_header
     try:
-        header = parse_json(start[8:] + file.read(header_bytes - 1))
+        entries, metadata, end, problems = parse(text)
     except ValueError as error:
         problem = f"its safetensors header has {error}; expected the format's JSON: {_ANEW}"
         raise AdapterError(path, [problem]) from error
+    if not problems and end != file_bytes - data_start:
+        problems = (
+            f"its tensors end at byte {end}; expected {file_bytes - data_start}, the file's end: "
+            f"{_ANEW}",
+        )
+    if problems:
+        raise AdapterError(path, list(problems))
+    return entries, dict(metadata), data_start, end
 
+
+def _parse_header(
+    text: bytes,
+) -> tuple[Mapping[str, _Entry], Mapping[str, str], int, Sequence[str]]:
+    """Entries, metadata, where the last tensor ends, and what is wrong with them.
+
+    Raises:
+        ValueError: no JSON; a phrase says what it has.
+    """
+    header = parse_json(text)
     entries = {}
     problems = []
     metadata = header.pop("__metadata__", {})
@@ -396,14 +419,11 @@ def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, _Entry], dict[str
                 f"tensor {name[:256]!r} starts at byte {entry.start}; expected {end}: {_ANEW}"
             )
         end = entry.end
-    if not problems and end != file_bytes - data_start:
-        problems.append(
-            f"its tensors end at byte {end}; expected {file_bytes - data_start}, the file's end: "
-            f"{_ANEW}"
-        )
-    if problems:
-        raise AdapterError(path, problems)
-    return entries, metadata, data_start, end
+    return entries, metadata, end, tuple(problems)
+
+
+# Adapters of one recipe have their header in common.
+_parse_known_header = lru_cache(_HEADERS_KEPT)(_parse_header)
 
 
 def _not_safetensors(start: bytes, header_bytes: int, file_bytes: int) -> str:
