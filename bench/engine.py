@@ -3,8 +3,9 @@
 Each engine runs in a process of its own (``bench.engine_child``), where ``LORAMUX_VLLM`` says whose
 kernels serve it. Suites: ``decode`` (speed at the shape of Llama-3.1-8B), ``ranks`` (the same with
 ranks below the engine's largest), ``answers`` (log-probabilities and greedy tokens beside a float32
-reference), ``soak`` (random adapters for many steps, every row checked against vLLM's own kernels).
-The exit status is 1 where a row says that something failed.
+reference), ``swapping`` (the same with more adapters than slots), ``soak`` (random adapters for
+many steps, every row checked against vLLM's own kernels). The exit status is 1 where a row says
+that something failed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", default=",".join(SUITES), help="which, comma-separated")
     parser.add_argument("--work", default="/tmp/loramux_engine", help="models, adapters, caches")
     parser.add_argument("--layers", type=int, default=32, help="of decode and ranks")
-    parser.add_argument("--answer-layers", type=int, default=8, help="of the answers suite")
+    parser.add_argument("--answer-layers", type=int, default=8, help="of answers and swapping")
     parser.add_argument("--steps", type=int, default=20000, help="of the soak suite's first engine")
     parser.add_argument("--budget", type=float, default=480, help="seconds for everything")
 
@@ -222,35 +223,40 @@ def _speed(
 
 
 def answers_suite(session: Session, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Mixed batches beside a float32 reference, in engines of rank 16 and of rank 64."""
+    """Mixed batches beside a float32 reference and the bits of an engine without LoRA, rank 16."""
     shape = Shape(layers=options.answer_layers)
-    model = write_model(session.work / f"random_{shape.layers}", shape, with_weights=True)
-    folder = session.work / f"answers_{shape.layers}"
-    flat = write_adapters(folder / "flat", shape, [16] * 40)
-    mixed = write_adapters(
-        folder / "mixed", shape, [8, 16, 64, 8, 5, 64, 32, 8, 8, 16, 8, 64],
+    adapters = write_adapters(session.work / "answers", shape, [16] * 40)
+    batches = mixed_batches(shape.vocab)
+    engines = {"none": {}, **{backend: {"max_loras": 32} for backend in BACKENDS}}
+    yield from _answers(session, shape, engines, adapters, batches)
+
+
+def swapping_suite(session: Session, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """As answers, with adapters of ranks up to 64 that swap between the steps of a batch."""
+    shape = Shape(layers=options.answer_layers)
+    adapters = write_adapters(
+        session.work / "swapping", shape, [8, 16, 64, 8, 5, 64, 32, 8, 8, 16, 8, 64],
         modules=lambda i: LINEARS if i % 3 else ["q_proj", "v_proj", "down_proj"],
     )  # fmt: skip
+    batches = swapping_batches(shape.vocab, len(adapters))
+    engines = {backend: {"max_loras": 4, "max_rank": 64} for backend in BACKENDS}
+    yield from _answers(session, shape, engines, adapters, batches)
 
-    batches = mixed_batches(shape.vocab)
-    results = {}
-    for backend in ("none", *BACKENDS):
-        arguments = engine_arguments(
-            model, max_loras=0 if backend == "none" else 32, tokens=1024, adapters=40
-        )
-        jobs = [["answers", {"batches": batches, "new": 16}]]
-        results[backend] = session.child(backend, arguments, flat, jobs, deterministic=True)
-    reference = Reference(model, flat)
-    yield from compare(results, batches, reference, "max rank 16, 32 slots")
 
-    batches = swapping_batches(shape.vocab, len(mixed))
+def _answers(
+    session: Session,
+    shape: Shape,
+    engines: dict[str, dict[str, int]],
+    adapters: list[Path],
+    batches: list[dict[str, Any]],
+) -> Iterator[dict[str, Any]]:
+    model = write_model(session.work / f"random_{shape.layers}", shape, with_weights=True)
+    jobs = [["answers", {"batches": batches, "new": 16}]]
     results = {}
-    for backend in BACKENDS:
-        arguments = engine_arguments(model, max_loras=4, max_rank=64, tokens=1024, adapters=16)
-        jobs = [["answers", {"batches": batches, "new": 16}]]
-        results[backend] = session.child(backend, arguments, mixed, jobs, deterministic=True)
-    reference.adapters = mixed
-    yield from compare(results, batches, reference, "max rank 64, 4 slots")
+    for backend, options in engines.items():
+        arguments = engine_arguments(model, tokens=1024, adapters=len(adapters), **options)
+        results[backend] = session.child(backend, arguments, adapters, jobs, deterministic=True)
+    yield from compare(results, batches, Reference(model, adapters))
 
 
 def mixed_batches(vocab: int) -> list[dict[str, Any]]:
@@ -305,12 +311,11 @@ def compare(
     results: dict[str, dict[str, Any]],
     batches: Sequence[dict[str, Any]],
     reference: Reference,
-    where: str,
 ) -> Iterator[dict[str, Any]]:
     """Distances to the reference, and the base rows with the bits of the engine without LoRA."""
     plain = found(results.get("none", {"jobs": []}), "answers")
     for backend, result in results.items():
-        about = {"backend": backend, "figure": "answers", "engine": where, **of_engine(result)}
+        about = {"backend": backend, "figure": "answers", **of_engine(result)}
         answers = found(result, "answers")
         if "error" in result:
             yield about
@@ -423,5 +428,6 @@ SUITES = {
     "decode": decode_suite,
     "ranks": ranks_suite,
     "answers": answers_suite,
+    "swapping": swapping_suite,
     "soak": soak_suite,
 }

@@ -243,16 +243,17 @@ def soak(
         "separation": _separation(expected),
         "seconds": round(time.perf_counter() - start, 1),
         "allocated_bytes_grown": grown[1],
-        "device_bytes_grown": grown[2],
+        "other_device_bytes_grown": grown[2],
         "host_bytes_grown": grown[3],
     }
 
 
 def _memory() -> tuple[int, int, int]:
-    """Bytes that torch has allocated, that the device has in use, and that this process holds."""
+    """Bytes allocated by torch, in use on the device beside torch's, and held by this process."""
     free, total = torch.cuda.mem_get_info()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return torch.cuda.memory_allocated(), total - free, pages * os.sysconf("SC_PAGE_SIZE")
+    others = total - free - torch.cuda.memory_reserved()
+    return torch.cuda.memory_allocated(), others, pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _row_error(got: dict[str, Any], want: dict[str, Any]) -> float:
