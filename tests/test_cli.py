@@ -138,6 +138,8 @@ def test_an_adapter_that_cannot_be_served_is_one_message(saved, capsys, tmp_path
         (["--prompt=wide"], "'wide' is not NAME:TEXT"),
         (["--prompt=:w1", "--max-new-tokens=0"], "0 is not positive"),
         (["--prompt=:w1", "--model=nosuch"], "--model nosuch has no config.json"),
+        (["--prompt=:w1", "--device=gpu"], "'gpu' is neither cpu nor cuda"),
+        (["--prompt=:w1", "--device=cuda:99"], "'cuda:99' is not there"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(saved, capsys, extra, text):

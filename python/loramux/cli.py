@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -82,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto"
     )
     for command in (demo, generate):
-        command.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+        command.add_argument(
+            "--device", type=_device, default="cpu", help="cpu or cuda (%(default)s)"
+        )
 
     inspect = commands.add_parser("inspect", help="what a deployment would decide of an adapter")
     inspect.add_argument("path", metavar="PATH", help="a PEFT directory or a safetensors file")
@@ -139,6 +142,22 @@ def _pair(form: str) -> Callable[[str], tuple[str, str]]:
         return name, value
 
     return parse
+
+
+def _device(text: str) -> str:
+    if text == "cpu":
+        return text
+    found = re.fullmatch(r"cuda(?::(\d+))?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither cpu nor cuda nor cuda:INDEX")
+    import torch
+
+    count = torch.cuda.device_count()
+    if int(found[1] or 0) >= count:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not there: torch {torch.__version__} finds {count} CUDA devices"
+        )
+    return text
 
 
 def _count(text: str) -> int:
