@@ -149,15 +149,15 @@ __device__ inline uint2 pack_hidden(float4 h, int left) {
           pack2<T>(left > 2 ? h.z : 0.f, left > 3 ? h.w : 0.f)};
 }
 
-// Eight neighbours of a row of y with the delta added, rounded once: `sums` of their block, of which a lane
-// holds the rows 2 t (r = 0) and 2 t + 1 of a pass.
+// Eight neighbours of a row of y with the delta added, rounded once. The row's sums are those at `even` and
+// `odd` of every tile, for its even and odd columns.
 template <typename T>
-__device__ inline uint4 add_delta(uint4 y, const float (&sums)[kTiles][4], int r, float factor) {
+__device__ inline uint4 add_delta(uint4 y, const float (&sums)[kTiles][4], int even, int odd, float factor) {
   uint32_t pairs[kTiles] = {y.x, y.y, y.z, y.w};
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
     const float2 old = unpack2<T>(pairs[i]);
-    pairs[i] = pack2<T>(fmaf(factor, sums[i][r], old.x), fmaf(factor, sums[i][2 + r], old.y));
+    pairs[i] = pack2<T>(fmaf(factor, sums[i][even], old.x), fmaf(factor, sums[i][odd], old.y));
   }
   return {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
@@ -186,7 +186,7 @@ class YRows {
   __device__ void add_and_store(int n, const float (&sums)[kTiles][4], float factor) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const uint4 sum = add_delta<T>(values_[r][n], sums, r, factor * scale_[r]);
+      const uint4 sum = add_delta<T>(values_[r][n], sums, r, 2 + r, factor * scale_[r]);
       if (present_[r][n]) store16(y_[r] + n * kBlockColumns, sum);
     }
   }

@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         uint4& y = box[(g + 8 * r) * 8 + ((2 * t + half) ^ g)];
-        y = add_half<T>(y, sums, r, unit.factor[g + 8 * r]);
+        y = add_delta<T>(y, sums, 2 * r, 2 * r + 1, unit.factor[g + 8 * r]);
       }
     };
     if constexpr (kIsLong) {

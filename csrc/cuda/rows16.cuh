@@ -1,6 +1,6 @@
-// The pieces of an expand of 16 rows at a time on sm_90 and later: h and B where the tensor core takes them,
-// and what it adds to y. Ranks meet in the order of columns.cuh, so that a row gets the same bits as from
-// the kernels made of those pieces.
+// The pieces of an expand of 16 rows at a time on sm_90 and later: h and B where the tensor core takes them.
+// Ranks meet in the order of columns.cuh, so that a row gets the same bits as from the kernels made of those
+// pieces.
 #pragma once
 
 #include "cuda/columns.cuh"
@@ -49,7 +49,7 @@ class BHalves {
   }
 
   // Adds group q of 16 rows of h times B of one half. h: of rows g and g + 8 by turns, two ranks each, from
-  // first_rank_of_lane on.
+  // first_rank_of_lane on. Of the sums a lane holds those of row g, then those of row g + 8.
   __device__ void multiply(int half, int q, uint4 h, float (&sums)[kTiles][4]) const {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i)
@@ -59,19 +59,6 @@ class BHalves {
  private:
   uint2 pairs_[2][kTiles][kGroups];
 };
-
-// Eight neighbours of a row of y with the delta added, rounded once: `sums` of their half, of which a lane
-// holds the rows g (r = 0) and g + 8.
-template <typename T>
-__device__ inline uint4 add_half(uint4 y, const float (&sums)[kTiles][4], int r, float factor) {
-  uint32_t pairs[kTiles] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    const float2 old = unpack2<T>(pairs[i]);
-    pairs[i] = pack2<T>(fmaf(factor, sums[i][2 * r], old.x), fmaf(factor, sums[i][2 * r + 1], old.y));
-  }
-  return {pairs[0], pairs[1], pairs[2], pairs[3]};
-}
 
 // h of 16 rows on its way from global to shared memory through one warp's registers, rounded.
 template <typename T, int kGroups>
