@@ -316,7 +316,6 @@ def test_the_first_layer_is_usable_before_the_image_is_there(wide):
     pool = make(max_slots=1)
     for name in "fe":  # what is timed below are copies alone: the host holds both
         pool.begin_step(LoraStep((Segment(name, ROWS),))).release()
-    waits = []  # until the first layer, over until the last: other processes' work comes between
     for name in "fefefef":
         pool._arena.weights.fill_(float("nan"))  # what was not copied yet shows
         torch.cuda.synchronize()
@@ -333,5 +332,4 @@ def test_the_first_layer_is_usable_before_the_image_is_there(wide):
             last.record()
         torch.cuda.synchronize()
         assert torch.equal(got, deltas[name])
-        waits.append(start.elapsed_time(first) / start.elapsed_time(last))
-    assert min(waits) < 0.5, waits
+        assert start.elapsed_time(first) < 0.5 * start.elapsed_time(last)

@@ -209,7 +209,8 @@ __device__ inline void wait_for_cta_phase(uint64_t* barrier, uint32_t parity) {
   }
 }
 
-// Until the phase of this parity has ended, where threads of other CTAs arrive too.
+// Until the phase of this parity has ended, where threads of other CTAs arrive too. Their writes are seen at
+// the price of the L1 cache, which is emptied.
 __device__ inline void wait_for_phase(uint64_t* barrier, uint32_t parity) {
   uint32_t done = 0;
   while (done == 0) {
