@@ -17,7 +17,15 @@ import torch
 
 from loramux import StepPlan, lora_apply_, lora_finish_, lora_start
 
-from .common import COLD_BYTES, SITES, arena_sites, graph_us, relative_error, write_results
+from .common import (
+    COLD_BYTES,
+    SITES,
+    arena_sites,
+    graph_us,
+    relative_error,
+    slots_of_rows,
+    write_results,
+)
 
 GOALS = {  # added to a layer, in percent, by rows, adapters and rank
     (1, 1, 16): 5,
@@ -69,9 +77,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         torch.randn(width, shape.width_in, dtype=dtype, device="cuda") / 64 for _ in range(layers)
     ]
     plan = StepPlan(rows, slots + 1, "cuda", len(shape.widths) * rank)
-    slot_of_row = [slots - adapters + 1 + i % adapters for i in range(rows)]
-    if case["phase"] == "prefill":
-        slot_of_row.sort()
+    slot_of_row = slots_of_rows(case)
     plan.update(slot_of_row, [1] * rows, [1.0] * rows)
     x = torch.randn(rows, shape.width_in, dtype=dtype, device="cuda")
     y = torch.empty(rows, width, dtype=dtype, device="cuda")

@@ -35,8 +35,8 @@ def run(options: argparse.Namespace) -> None:
         for rank in (16, 64):
             rows.append(mixed_step(name, rank))
             print(
-                "{site:8} r{rank}, 56 decode rows {decode_us:.2f} us, beside 1992 of 8 prefills "
-                "{us:.2f}, which alone take {prefill_us:.2f}".format(**rows[-1])
+                "{site:8} r{rank}, decode rows {decode_us:.2f} us, prefills {prefill_us:.2f}, "
+                "both in one step {us:.2f}".format(**rows[-1])
             )
     rows.append(dispatch(options.turns))
     print("eager lora_apply_: {us:.2f} us of host time, y.add_(y): {add_us:.2f}".format(**rows[-1]))

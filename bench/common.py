@@ -53,6 +53,13 @@ SITES = {
 }
 
 
+def slots_of_rows(case: dict[str, Any]) -> list[int]:
+    """A case's rows over its adapters, the last of its slots: in turn, or sorted in a prefill."""
+    rows, adapters, slots = (case[key] for key in ("rows", "adapters", "slots"))
+    slot_of_row = [slots - adapters + 1 + i % adapters for i in range(rows)]
+    return sorted(slot_of_row) if case["phase"] == "prefill" else slot_of_row
+
+
 def arena_sites(
     shape: SiteShape, slots: int, rank: int, layers: int, dtype: torch.dtype, device: str
 ) -> list[LoraSite]:

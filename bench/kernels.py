@@ -26,6 +26,7 @@ from .common import (
     graph_us,
     grouped_torch,
     relative_error,
+    slots_of_rows,
     write_results,
 )
 
@@ -94,9 +95,7 @@ def call_us(
     if "segments" in case:
         slot_of_row = [slot for slot, count in case["segments"] for _ in range(count)]
     else:
-        slot_of_row = [slots - adapters + 1 + i % adapters for i in range(rows)]
-        if case["phase"] == "prefill":
-            slot_of_row.sort()
+        slot_of_row = slots_of_rows(case)
     plan = StepPlan(rows, slots + 1, "cuda", len(shape.widths) * rank)
     plan.update(slot_of_row, [1] * rows, [1.0] * rows)
     x = torch.randn(rows, shape.width_in, dtype=dtype, device="cuda")
@@ -121,8 +120,8 @@ def call_us(
     if with_torch and part in (None, "pair"):
         of_torch = [[grouped_torch(site, groups) for site in sites]]
         if case["phase"] == "decode":
-            slots_of_rows = torch.tensor(slot_of_row, device="cuda")
-            of_torch.append([gathered_torch(site, slots_of_rows) for site in sites])
+            index = torch.tensor(slot_of_row, device="cuda")
+            of_torch.append([gathered_torch(site, index) for site in sites])
         count = layers if case["phase"] == "decode" else min(layers, 16)
         torch_us = min(
             graph_us(lambda i, calls=calls: calls[i % layers](y, x), count)  # type: ignore[misc]
