@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux import _host
+from loramux import LoraSite, _host, lora_apply_
 from loramux.config import Registration
 from loramux.errors import PlanMismatch
 from loramux.plan import PlanMemory, PlanTile, StepPlan
@@ -404,3 +405,51 @@ def test_a_number_past_64_bits_is_refused_as_one_past_32() -> None:
         ValueError, match=r"tokens\[0\] is 9223372036854775808, which does not fit 32"
     ):
         _host.Step([("a", 2**63, 1.0)])
+
+
+@pytest.mark.cuda
+def test_an_upload_waits_for_no_other_streams_copy() -> None:
+    plan = StepPlan(64, 9, "cuda")
+    plan.update([1], [1], [1.0])  # loads the kernel
+    adapters = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)  # copied in 5 ms
+    arena = torch.empty_like(adapters, device="cuda")
+    beside = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(beside):
+        arena.copy_(adapters, non_blocking=True)
+        copied = beside.record_event()
+    plan.update([2], [3], [1.0])
+    torch.cuda.current_stream().synchronize()
+    assert not copied.query()
+    assert [(tile.slot, tile.rows.tolist()) for tile in plan.tiles()] == [(2, [0, 1, 2])]
+
+
+@pytest.mark.cuda
+def test_the_kernel_behind_an_upload_reads_its_plan() -> None:
+    slots, rows, width, rounds = 9, 160, 8, 500
+    a, b = torch.zeros(2, slots - 1, 8, width, dtype=torch.float16, device="cuda")
+    a[:, 0], b[:, :, 0] = 1 / width, torch.arange(1, slots)[:, None]  # slot s adds s to ones
+    site = LoraSite.stacked([a], [b])
+    plan, rng = StepPlan(rows, slots, "cuda"), random.Random(0)
+    steps = [[rng.randrange(slots) for _ in range(rows)] for _ in range(2 * rounds)]
+    for step in steps[::3]:  # a prefill among decode rows
+        step[20:120] = [step[20]] * 100
+    y = torch.zeros(len(steps), rows, width, dtype=torch.float16, device="cuda")
+    x = torch.ones_like(y[0])
+    for i, step in enumerate(steps):
+        if i % 2 == 0:
+            torch.cuda._sleep(200_000)  # a tenth of a millisecond, until two are enqueued
+        plan.update(step, [1] * rows, [1.0] * rows)
+        lora_apply_(y[i], x, site, plan)
+    want = torch.tensor(steps, dtype=y.dtype, device="cuda")[:, :, None].expand_as(y)
+    assert torch.equal(y, want)
+
+
+@pytest.mark.cuda
+def test_words_that_the_device_cannot_read_are_refused() -> None:
+    plan = StepPlan(4, 2, "cuda")
+    upload = torch.ops.loramux.lora_upload_plan
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        upload(plan.buffer, torch.zeros(len(plan.buffer), dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="in pinned memory, as many as the plan has"):
+        upload(plan.buffer, torch.zeros(4, dtype=torch.int32, pin_memory=True))

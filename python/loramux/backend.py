@@ -11,13 +11,15 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from .errors import BackendUnavailable
-from .plan import StepPlan
-from .site import LoraSite
+
+if TYPE_CHECKING:
+    from .plan import StepPlan
+    from .site import LoraSite
 
 torch.ops.load_library(str(Path(__file__).with_name("_ops.so")))
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from . import _host
+from . import _host, backend
 from .errors import PlanMismatch
 
-_BUFFERS = 2  # pinned buffers in rotation: one is written while the other's copy may still run
+_BUFFERS = 2  # pinned buffers in rotation: one is written while the other may still be read
 
 
 class PlanTile(NamedTuple):
@@ -78,7 +78,7 @@ class StepPlan:
     def update(self, slots: Sequence[int], rows: Sequence[int], scales: Sequence[float]) -> None:
         """Plan a step of segments, each ``rows[i]`` rows of ``slots[i]``, in packed order.
 
-        On a CUDA device the copy is enqueued on the current stream.
+        On a CUDA device the upload is enqueued on the current stream.
 
         Raises:
             PlanMismatch: more rows than ``max_rows``, or a slot outside the table. The buffer keeps
@@ -115,7 +115,7 @@ class StepPlan:
 
 
 class PlanMemory:
-    """Where plans lie that are written together: on a CUDA device one copy takes them there."""
+    """Where plans lie that are written together: to a CUDA device they go in one piece."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
@@ -123,6 +123,11 @@ class PlanMemory:
         self._plans: list[StepPlan] = []
         self._places: list[_host.Place] = []
         self._words = torch.empty(0, dtype=torch.int32, device=self._device)
+        self._upload: Callable[[torch.Tensor, torch.Tensor], object] = _copy
+        if self._device.type == "cuda":
+            capability = torch.cuda.get_device_capability(self._device)
+            if backend.why_no_cuda(capability) is None:
+                self._upload = torch.ops.loramux.lora_upload_plan.default
         self._pinned: list[tuple[torch.Tensor, torch.Event]] = []
 
     # Written to by later steps, in inference mode or not: never an inference tensor.
@@ -169,7 +174,8 @@ class PlanMemory:
     def write(self, method: Callable[..., Sequence[tuple[int, int]]], *step: object) -> None:
         """Write every plan.
 
-        On a CUDA device the copy is enqueued on the current stream.
+        On a CUDA device their upload is enqueued on the current stream, by a kernel: a copy would
+        wait in the copy engine for every other stream's.
 
         Args:
             method: of the planner.
@@ -187,8 +193,12 @@ class PlanMemory:
         except ValueError as error:
             raise PlanMismatch(str(error)) from None
         if self._pinned:
-            self._words.copy_(words, non_blocking=True)
+            self._upload(self._words, words)
             copied.record(torch.accelerator.current_stream(self._words.device.index))
             self._turn = (self._turn + 1) % _BUFFERS
         for plan, (rows, tiles) in zip(self._plans, written, strict=True):
             plan.rows, plan.base_only = rows, tiles == 0
+
+
+def _copy(to: torch.Tensor, words: torch.Tensor) -> None:
+    to.copy_(words, non_blocking=True)
