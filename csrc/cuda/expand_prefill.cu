@@ -5,8 +5,8 @@
 // Floor: y read and written over 4.2 TB/s; gate_up takes 224 us for 8192 rows. One warp reads the plan,
 // rounds h and has the copy engine fetch y of the units to come into a ring in shared memory, past the ends
 // of tiles. The others keep B of 64 columns each in registers while slot and columns stay; they add to y
-// where it lies in the ring and have the copy engine store it from there. What is in no whole box of y (the
-// last rows of a segment, scattered rows, the last columns of a slice) comes and goes by 16 bytes.
+// where it lies in the ring and have the copy engine store it from there. Rows that do not follow one another
+// come one by one and go by 16 bytes; columns that are no whole block come by 16 bytes too.
 #include <cudaTypedefs.h>
 
 #include <algorithm>
@@ -27,23 +27,29 @@ constexpr int kThreads = (kWarps + 1) * kLanes;
 constexpr int kCtas = 2;  // to an SM
 constexpr int kTileUnits = kPrefillRows / kUnitRows;
 constexpr int kBoxBytes = kUnitRows * kBlockColumns * 2;  // y of a warp
-constexpr int kMaxStages = 3;                             // more leave the L1 cache less
+constexpr int kRowBytes = kCtaColumns * 2;
+constexpr int kMaxStages = 3;  // more leave the L1 cache less
 static_assert(kPrefillRows % kUnitRows == 0 && kUnitRows <= kLanes && kBoxBytes % 1024 == 0);
 
 struct YMaps {
   CUtensorMap box;     // y of a warp: 16 rows of 64 columns
   CUtensorMap blocks;  // y of kWarps warps, where columns are counted in whole blocks
+  CUtensorMap row;     // one row of those
 };
 
 // A stage of the ring, beside its y and h.
 template <typename T>
-struct Unit {
+struct alignas(16) Unit {
+  uint64_t known;  // barriers: the unit has been written,
+  uint64_t full;   // its y and h have come,
+  uint64_t empty;  // and each warp is done with it
   SliceWeights<T> weights;
   bool is_new;   // weights or columns are others than those of the unit before
   bool is_last;  // nothing but this is set
   int slice;
   int column;          // the CTA's first within the slice
   int boxes;           // warps whose y is a whole box
+  bool by_rows;        // y lies as [row][warp][128 bytes], not as [warp][row][128 bytes]
   int row[kUnitRows];  // -1: no row
   float factor[kUnitRows];
 };
@@ -58,25 +64,22 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   constexpr int kRanks = kGroups * kGroupRanks;
   extern __shared__ unsigned char dynamic_shared[];
   __shared__ Unit<T> units[kMaxStages];
-  __shared__ uint64_t known[kMaxStages];  // the unit has been written,
-  __shared__ uint64_t full[kMaxStages];   // its y and h have come,
-  __shared__ uint64_t empty[kMaxStages];  // and each warp is done with it
-  unsigned char* const ring =
-      dynamic_shared + (-shared_address(dynamic_shared) & 1023);  // y: [stage][warp][row][128 bytes]
-  const int hidden_vectors = HiddenRows<T, kGroups>::vectors(args.site.max_rank);  // of a stage
+  unsigned char* const ring = dynamic_shared + (-shared_address(dynamic_shared) & 1023);  // y of each stage
+  const int hidden_vectors = HiddenRows<T, kGroups>::vectors(args.site.max_rank);         // of a stage
   uint4* const hidden = reinterpret_cast<uint4*>(ring + stages * kWarps * kBoxBytes);
   const int warp = __shfl_sync(~0u, threadIdx.x / kLanes, 0);
   const int lane = threadIdx.x % kLanes;
   let_next_kernel_start();
   if (threadIdx.x == 0) {
     for (int i = 0; i < stages; ++i) {
-      make_barrier(&known[i], 1);
-      make_barrier(&full[i], 2 * kLanes);
-      make_barrier(&empty[i], kWarps);
+      make_barrier(&units[i].known, 1);
+      make_barrier(&units[i].full, 2 * kLanes);
+      make_barrier(&units[i].empty, kWarps);
     }
     fence_barriers();
     prefetch_map(y_maps.box);
     prefetch_map(y_maps.blocks);
+    prefetch_map(y_maps.row);
   }
   __syncthreads();
   int stage = 0;
@@ -135,12 +138,18 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       const int row = static_cast<int>(found.index);
       const int first_row = __shfl_sync(~0u, row, 0);
       const bool is_next = lane >= kUnitRows || (row >= 0 && row == first_row + lane);
-      const int boxes = __all_sync(~0u, is_next) ? width / kBlockColumns : 0;
+      const bool is_run = __all_sync(~0u, is_next);
+      const int boxes = is_run ? width / kBlockColumns : 0;
+      const int y_column = static_cast<int>(slice.offset) + columns.first;
+      const bool is_whole = y_column % kBlockColumns == 0;  // the columns are whole blocks of y's
+      const bool by_rows = !is_run && is_whole && width % kBlockColumns == 0;
+      const int bytes =
+          by_rows ? __popc(__ballot_sync(~0u, row >= 0)) * kRowBytes : boxes * kBoxBytes;  // that come by box
       wait_for_earlier_kernels();
       HiddenRows<T, kGroups> hidden_rows;
       const float* const h = args.h + columns.slice * args.site.max_rank;
       hidden_rows.load(h, hidden_stride, row, weights.rank, 0);
-      wait_for_cta_phase(&empty[stage], parity ^ 1);
+      wait_for_cta_phase(&units[stage].empty, parity ^ 1);
       Unit<T>& unit = units[stage];
       if (lane < kUnitRows) {
         unit.row[lane] = row;
@@ -153,18 +162,24 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         unit.slice = columns.slice;
         unit.column = columns.first;
         unit.boxes = boxes;
+        unit.by_rows = by_rows;
       }
       __syncwarp();
-      if (lane == 0) arrive(&known[stage]);
+      if (lane == 0) arrive(&units[stage].known);
       // All reading of y is asked for here.
       unsigned char* const y_boxes = ring + stage * kWarps * kBoxBytes;
-      const int y_column = static_cast<int>(slice.offset) + columns.first;
-      if (boxes == kWarps && y_column % kBlockColumns == 0) {
-        if (lane == 0) load_blocks(y_boxes, y_maps.blocks, first_row, y_column / kBlockColumns, &full[stage]);
+      if (by_rows) {
+        if (row >= 0) {
+          load_blocks(y_boxes + lane * kRowBytes, y_maps.row, row, y_column / kBlockColumns,
+                      &units[stage].full);
+        }
+      } else if (boxes == kWarps && is_whole) {
+        if (lane == 0)
+          load_blocks(y_boxes, y_maps.blocks, first_row, y_column / kBlockColumns, &units[stage].full);
       } else {
         if (lane < boxes) {
           load_box(y_boxes + lane * kBoxBytes, y_maps.box, y_column + lane * kBlockColumns, first_row,
-                   &full[stage]);
+                   &units[stage].full);
         }
         const T* const y = static_cast<const T*>(args.y) + y_column + lane * 8;
         const uint32_t to = shared_address(y_boxes + lane / 8 * kBoxBytes);
@@ -180,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
           }
         }
       }
-      arrive_after_copies(&full[stage]);
+      arrive_after_copies(&units[stage].full);
       hidden_rows.put(hidden + stage * hidden_vectors, weights.rank, 0);
       for (int rank = kRanks; kIsLong && rank < weights.rank; rank += kRanks) {
         hidden_rows.load(h, hidden_stride, row, weights.rank, rank);
@@ -188,17 +203,17 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       }
       // Every lane's own arrival shows what it wrote of h.
       if (lane == 0) {
-        arrive_and_expect(&full[stage], boxes * kBoxBytes);
+        arrive_and_expect(&units[stage].full, bytes);
       } else {
-        arrive(&full[stage]);
+        arrive(&units[stage].full);
       }
       is_new = false;
       advance();
     }
-    wait_for_cta_phase(&empty[stage], parity ^ 1);
+    wait_for_cta_phase(&units[stage].empty, parity ^ 1);
     if (lane == 0) {
       units[stage].is_last = true;
-      arrive(&known[stage]);
+      arrive(&units[stage].known);
     }
     return leave_idle();
   }
@@ -208,13 +223,18 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   int last_stage = -1;
   BHalves<T, kGroups> b;
   for (;;) {
-    wait_for_cta_phase(&known[stage], parity);
+    wait_for_cta_phase(&units[stage].known, parity);
     const Unit<T>& unit = units[stage];
     if (unit.is_last) break;
     const Slice& slice = args.site.slices[unit.slice];
     const int width = static_cast<int>(slice.width);
     const int warp_column = unit.column + warp * kBlockColumns;
-    uint4* const box = reinterpret_cast<uint4*>(ring + (stage * kWarps + warp) * kBoxBytes);
+    uint4* const y = reinterpret_cast<uint4*>(ring + stage * kWarps * kBoxBytes);
+    // A piece of 16 bytes: the copy engine turns a row's by the place of its 128 bytes.
+    const auto place = [&](int row, int piece) {
+      return unit.by_rows ? (row * kWarps + warp) * 8 + (piece ^ warp)
+                          : (warp * kUnitRows + row) * 8 + (piece ^ row % 8);
+    };
     const auto multiply = [&](int half, int first_rank, float (&sums)[kTiles][4]) {
       const uint4* const h = hidden + stage * hidden_vectors + first_rank / kGroupRanks * kLanes + lane;
 #pragma unroll
@@ -226,12 +246,12 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     const auto add = [&](int half, const float (&sums)[kTiles][4]) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        uint4& y = box[(g + 8 * r) * 8 + ((2 * t + half) ^ g)];
-        y = add_delta<T>(y, sums, 2 * r, 2 * r + 1, unit.factor[g + 8 * r]);
+        uint4& pieces = y[place(g + 8 * r, 2 * t + half)];
+        pieces = add_delta<T>(pieces, sums, 2 * r, 2 * r + 1, unit.factor[g + 8 * r]);
       }
     };
     if constexpr (kIsLong) {
-      wait_for_cta_phase(&full[stage], parity);
+      wait_for_cta_phase(&units[stage].full, parity);
       float sums[2][kTiles][4] = {};
 #pragma unroll 1
       for (int rank = 0; rank < unit.weights.rank; rank += kRanks) {
@@ -243,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       add(1, sums[1]);
     } else {
       if (unit.is_new) b.load(unit.weights, warp_column, width, 0);
-      wait_for_cta_phase(&full[stage], parity);
+      wait_for_cta_phase(&units[stage].full, parity);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float sums[kTiles][4] = {};
@@ -259,15 +279,18 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       const int64_t row = unit.row[i / 8];
       const int column = warp_column + i % 8 * 8;
       if (row >= 0 && column < width) {
-        T* const y = static_cast<T*>(args.y) + row * args.y_stride + slice.offset + column;
-        store16(y, box[i / 8 * 8 + (i ^ i / 8) % 8]);
+        T* const to = static_cast<T*>(args.y) + row * args.y_stride + slice.offset + column;
+        store16(to, y[place(i / 8, i % 8)]);
       }
     }
     if (lane == 0) {
-      if (is_box) store_box(y_maps.box, static_cast<int>(slice.offset) + warp_column, unit.row[0], box);
+      if (is_box) {
+        store_box(y_maps.box, static_cast<int>(slice.offset) + warp_column, unit.row[0],
+                  y + warp * (kBoxBytes / 16));
+      }
       commit_bulk();
       wait_for_bulk_reads_but_one();
-      if (last_stage >= 0) arrive(&empty[last_stage]);
+      if (last_stage >= 0) arrive(&units[last_stage].empty);
     }
     last_stage = stage;
     advance();
@@ -276,8 +299,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #endif
 }
 
-// The 16-byte pieces of a row lie turned by its number in shared memory, so that lanes which access eight
-// rows meet in no bank.
+// The 16-byte pieces of a row of a box lie turned by its number in shared memory, so that lanes which access
+// eight rows meet in no bank.
 int encode_y(const ExpandArgs& args, YMaps* maps) {
   static const auto encode = [] {
     void* function = nullptr;
@@ -295,21 +318,25 @@ int encode_y(const ExpandArgs& args, YMaps* maps) {
   const cuuint64_t blocks[] = {kBlockColumns, rows, std::max<cuuint64_t>(columns / kBlockColumns, 1)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(args.y_stride * item_size(site.dtype)),
                                 kBlockColumns * 2};
-  const cuuint32_t copied[] = {kBlockColumns, kUnitRows, kWarps};
+  const cuuint32_t rows16[] = {kBlockColumns, kUnitRows, kWarps};
+  const cuuint32_t row1[] = {kBlockColumns, 1, kWarps};
   const cuuint32_t steps[] = {1, 1, 1};
   const auto type =
       site.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const auto make = [&](CUtensorMap* map, int dimensions, const cuuint64_t* sizes) {
+  const auto make = [&](CUtensorMap* map, int dimensions, const cuuint64_t* sizes, const cuuint32_t* copied) {
     return encode(map, type, dimensions, args.y, sizes, strides, copied, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
   };
-  return make(&maps->box, 2, box) && make(&maps->blocks, 3, blocks) ? cudaSuccess : cudaErrorInvalidValue;
+  return make(&maps->box, 2, box, rows16) && make(&maps->blocks, 3, blocks, rows16) &&
+                 make(&maps->row, 3, blocks, row1)
+             ? cudaSuccess
+             : cudaErrorInvalidValue;
 }
 
 // Beside its stages a CTA has the kilobyte that y is aligned to, and its units and barriers.
 constexpr int kAlignBytes = 1024;
-constexpr int kOwnBytes = kMaxStages * (sizeof(Unit<__half>) + 3 * sizeof(uint64_t));
+constexpr int kOwnBytes = kMaxStages * sizeof(Unit<__half>);
 
 int64_t stage_bytes(int64_t hidden_vectors) {
   return kWarps * kBoxBytes + hidden_vectors * 16;
