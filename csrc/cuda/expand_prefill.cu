@@ -26,10 +26,12 @@ constexpr int kCtaColumns = kWarps * kBlockColumns;
 constexpr int kThreads = (kWarps + 1) * kLanes;
 constexpr int kCtas = 2;  // to an SM
 constexpr int kTileUnits = kPrefillRows / kUnitRows;
-constexpr int kBoxBytes = kUnitRows * kBlockColumns * 2;  // y of a warp
+constexpr int kBlockBytes = kBlockColumns * 2;
+constexpr int kBoxBytes = kUnitRows * kBlockBytes;  // y of a warp
 constexpr int kRowBytes = kCtaColumns * 2;
 constexpr int kMaxStages = 3;  // more leave the L1 cache less
-static_assert(kPrefillRows % kUnitRows == 0 && kUnitRows <= kLanes && kBoxBytes % 1024 == 0);
+static_assert(kPrefillRows % kUnitRows == 0 && kUnitRows <= kLanes && kBoxBytes % 1024 == 0 &&
+              kRowBytes % 1024 == 0);
 
 struct YMaps {
   CUtensorMap box;     // y of a warp: 16 rows of 64 columns
@@ -229,12 +231,13 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     const Slice& slice = args.site.slices[unit.slice];
     const int width = static_cast<int>(slice.width);
     const int warp_column = unit.column + warp * kBlockColumns;
-    uint4* const y = reinterpret_cast<uint4*>(ring + stage * kWarps * kBoxBytes);
-    // A piece of 16 bytes: the copy engine turns a row's by the place of its 128 bytes.
-    const auto place = [&](int row, int piece) {
-      return unit.by_rows ? (row * kWarps + warp) * 8 + (piece ^ warp)
-                          : (warp * kUnitRows + row) * 8 + (piece ^ row % 8);
-    };
+    // This warp's y in pieces of 16 bytes. The copy engine turns those of a row by the place of its 128
+    // bytes.
+    const bool by_rows = unit.by_rows;
+    uint4* const y = reinterpret_cast<uint4*>(ring + stage * kWarps * kBoxBytes +
+                                              warp * (by_rows ? kBlockBytes : kBoxBytes));
+    const int pitch = (by_rows ? kRowBytes : kBlockBytes) / 16;
+    const auto place = [&](int row, int piece) { return row * pitch + (piece ^ (by_rows ? warp : row) % 8); };
     const auto multiply = [&](int half, int first_rank, float (&sums)[kTiles][4]) {
       const uint4* const h = hidden + stage * hidden_vectors + first_rank / kGroupRanks * kLanes + lane;
 #pragma unroll
@@ -246,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     const auto add = [&](int half, const float (&sums)[kTiles][4]) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        uint4& pieces = y[place(g + 8 * r, 2 * t + half)];
+        uint4& pieces = y[(place(g, 2 * t) ^ half) + 8 * r * pitch];
         pieces = add_delta<T>(pieces, sums, 2 * r, 2 * r + 1, unit.factor[g + 8 * r]);
       }
     };
@@ -285,8 +288,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     }
     if (lane == 0) {
       if (is_box) {
-        store_box(y_maps.box, static_cast<int>(slice.offset) + warp_column, unit.row[0],
-                  y + warp * (kBoxBytes / 16));
+        store_box(y_maps.box, static_cast<int>(slice.offset) + warp_column, unit.row[0], y);
       }
       commit_bulk();
       wait_for_bulk_reads_but_one();
