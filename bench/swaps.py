@@ -51,7 +51,7 @@ def swap_rows(path: str, layers: int, turns: int) -> Iterator[dict[str, Any]]:
     stack = Stack(pool, layers)
     graph = capture(pool, stack)
     yield slowdown_row(pool, graph)
-    yield exposed_row(pool, stack, graph, max(3, turns // 5))
+    yield exposed_row(pool, stack, graph, turns)
     pool.close()
 
 

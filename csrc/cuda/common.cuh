@@ -6,8 +6,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
-#include <type_traits>
 
 #include "cuda/kernels.h"
 #include "lora.h"
@@ -31,17 +29,6 @@ struct TileRow {
   float scale;
 };
 
-// Past the L1 cache: the kernel just ahead may have been the one that wrote it (upload.cu).
-template <typename Record>
-__device__ Record read_plan(const int32_t* words) {
-  using Words = std::conditional_t<sizeof(Record) == sizeof(int4), int4, int2>;
-  static_assert(sizeof(Record) == sizeof(Words));
-  const Words read = __ldcg(reinterpret_cast<const Words*>(words));
-  Record record;
-  memcpy(&record, &read, sizeof(record));
-  return record;
-}
-
 // Tile `index` of a kind, in a call of `rows` rows. False past the last one, where it would lie outside the
 // plan, and everywhere if the plan is for more rows: it is another call's.
 __device__ inline bool find_tile(const PlanView& plan, TileKind kind, int64_t index, int64_t rows,
@@ -50,8 +37,8 @@ __device__ inline bool find_tile(const PlanView& plan, TileKind kind, int64_t in
   const int64_t word = decode ? kTileWords * (1 + index) : plan.capacity - kTileWords * (1 + index);
   if (word < kTileWords || word > plan.capacity - kTileWords) return false;
   // Both are asked for at once; the tile counts only if the header says so.
-  const PlanHeader header = read_plan<PlanHeader>(plan.words);
-  const Tile tile = read_plan<Tile>(plan.words + word);
+  const PlanHeader header = *reinterpret_cast<const PlanHeader*>(plan.words);
+  const Tile tile = *reinterpret_cast<const Tile*>(plan.words + word);
   if (index >= (decode ? header.decode_tiles : header.prefill_tiles) || tile.count == 0 || header.rows > rows)
     return false;
   const int64_t count = tile.count < 0 ? -static_cast<int64_t>(tile.count) : tile.count;
@@ -70,7 +57,7 @@ __device__ inline TileRow find_row(const PlanView& plan, const TileRows& tile, i
   if (tile.gathered) {
     const int64_t word = tile.first + 2 * i;
     if (word < kTileWords || word > plan.capacity - 2 || word % 2 != 0) return row;
-    const GatheredRow gathered = read_plan<GatheredRow>(plan.words + word);
+    const GatheredRow gathered = *reinterpret_cast<const GatheredRow*>(plan.words + word);
     row = {gathered.row, gathered.scale};
   } else {
     row.index = tile.first + i;

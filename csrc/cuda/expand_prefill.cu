@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   };
 
   if (warp == kWarps) {
-    const PlanHeader header = read_plan<PlanHeader>(args.plan.words);
+    const PlanHeader header = *reinterpret_cast<const PlanHeader*>(args.plan.words);
     const int block_units = min(max(header.prefill_tiles, 0), max_tiles) * kTileUnits;  // of one column block
     const int64_t all_units = int64_t{block_units} * column_blocks;
     const int64_t begin = all_units * blockIdx.x / gridDim.x;

@@ -1,6 +1,6 @@
 // Takes a step's plan from pinned memory to the device. A copy would wait its turn in the copy engine, 1.4 ms
-// behind an adapter of 84 MB for another stream (measured on an H200). These threads read what they write
-// over PCIe: 5 us for a plan of 4 KB and 6 for one of 74, and 19 and 21 beside such an adapter.
+// behind an adapter of 84 MB for another stream (measured on an H200). These threads read over PCIe what they
+// write: 5 us for a plan of 4 KB, 6 for one of 74 KB, and 19 and 21 beside such an adapter.
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
 
@@ -12,7 +12,7 @@ constexpr int kThreads = 256;
 __global__ void upload_kernel(uint4* plan, const uint4* words, int64_t vectors) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i < vectors) plan[i] = words[i];
-  // The next kernel may start as this one's last CTA ends: the plan must be there by then.
+  // The next kernel may start as the last of these threads ends: what they wrote must be there by then.
   __threadfence();
 }
 
