@@ -52,16 +52,6 @@ inline PlanView plan_view(const Tensor& plan, const Tensor& like) {
   return {static_cast<const int32_t*>(plan.const_data_ptr()), plan.numel()};
 }
 
-inline UploadArgs check_upload(const Tensor& plan, const Tensor& words) {
-  const int64_t capacity = plan_view(plan, plan).capacity;
-  STD_TORCH_CHECK(words.is_cpu() && words.scalar_type() == ScalarType::Int && words.is_contiguous() &&
-                      words.numel() == capacity,
-                  "words must be ", capacity, " int32 in pinned memory, as many as the plan has");
-  check_aligned(words, "words");
-  return {static_cast<int32_t*>(plan.mutable_data_ptr()), static_cast<const int32_t*>(words.const_data_ptr()),
-          capacity};
-}
-
 inline void set_weights(Site& site, const std::vector<Tensor>& tensors, const Tensor& like) {
   STD_TORCH_CHECK(!tensors.empty(), "weights has no tensor");
   const int64_t slices = site.num_slices;

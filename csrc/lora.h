@@ -129,13 +129,6 @@ struct EmbeddingArgs {
   int64_t rows;
 };
 
-// A plan, and the pinned memory in which the host has written it. Both start on 16 bytes.
-struct UploadArgs {
-  int32_t* plan;
-  const int32_t* words;
-  int64_t count;  // a multiple of 4
-};
-
 // Runs body(begin, end) over parts of [0, count) of at least `grain` items, perhaps in parallel.
 using ParallelFor =
     std::function<void(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body)>;
@@ -152,7 +145,6 @@ int shrink_cuda(const ShrinkArgs& args, void* stream);
 int expand_cuda(const ExpandArgs& args, void* stream);
 int apply_cuda(const ApplyArgs& args, void* stream);
 int embedding_cuda(const EmbeddingArgs& args, void* stream);
-int upload_cuda(const UploadArgs& args, void* stream);
 // The same in two halves, for what the caller enqueues on `stream` between them to run beside the first:
 // start makes the deltas in delta.expand.y, [rows, width], contiguous; finish adds them to y. delta.shrink.h
 // is kBesideParts arrays behind one another. Only where beside_serves says so.

@@ -36,7 +36,6 @@ STABLE_TORCH_LIBRARY(loramux, m) {
   m.def(
       "lora_embedding_(Tensor(a!) y, Tensor ids, Tensor[] weights, Tensor table, Tensor plan, int entry, "
       "int[] widths, int vocab, int max_rank, Tensor? active=None) -> ()");
-  m.def("lora_upload_plan(Tensor(a!) plan, Tensor words) -> ()");
 }
 
 // ---- CPU ----
@@ -206,10 +205,6 @@ void embedding_on_cuda(const Tensor& y, const Tensor& ids, std::vector<Tensor> w
   launch(embedding_cuda, check_embedding(y, ids, weights, table, plan, entry, widths, vocab, max_rank), y);
 }
 
-void upload_on_cuda(const Tensor& plan, const Tensor& words) {
-  launch(upload_cuda, check_upload(plan, words), plan);
-}
-
 STABLE_TORCH_LIBRARY_IMPL(loramux, CUDA, m) {
   m.impl("lora_shrink", TORCH_BOX(&shrink_on_cuda));
   m.impl("lora_expand_", TORCH_BOX(&expand_on_cuda));
@@ -217,7 +212,6 @@ STABLE_TORCH_LIBRARY_IMPL(loramux, CUDA, m) {
   m.impl("lora_start", TORCH_BOX(&start_on_cuda));
   m.impl("lora_finish_", TORCH_BOX(&finish_on_cuda));
   m.impl("lora_embedding_", TORCH_BOX(&embedding_on_cuda));
-  m.impl("lora_upload_plan", TORCH_BOX(&upload_on_cuda));
 }
 #endif
 

@@ -253,6 +253,31 @@ def test_a_steps_plans_lie_each_in_its_place() -> None:
         assert torch.equal(together[start : start + 80], plan.words)
 
 
+@given(steps, st.lists(st.integers(0, 10_000), min_size=1, max_size=4), st.randoms())
+def test_copies_take_all_that_a_step_wrote(
+    step: Step, spare: list[int], order: random.Random
+) -> None:
+    num_slots, segments = step
+    rows = [rows for _, rows, _ in segments]
+    places, end = [], 0
+    for quads in spare:
+        capacity = _host.plan_capacity(sum(rows), num_slots) + 4 * quads
+        places.append(_host.Place(MOST_ROWS, num_slots, end, capacity))
+        end += capacity
+    order.shuffle(places)
+    words, copied = torch.full((2, end), CANARY, dtype=torch.int32)
+    planner = _host.Planner()
+    slots, scales = [slot for slot, _, _ in segments], [scale for _, _, scale in segments]
+    planner.plan(slots, rows, scales, places, words.data_ptr())
+    copies = planner.copies
+    for start, stop in copies:
+        assert 0 < stop - start <= (64 << 10) / words.itemsize
+        copied[start:stop] = words[start:stop]
+    assert torch.equal(copied, words)
+    assert len(copies) <= 2 * len(places)
+    assert len(copies) == 1 or end > (32 << 10) / words.itemsize
+
+
 def test_plans_that_share_memory_are_written_and_moved_together() -> None:
     memory = PlanMemory("cpu")
     tokens, lengths = (StepPlan(rows, 8, memory=memory) for rows in (4, 2))
@@ -408,9 +433,8 @@ def test_a_number_past_64_bits_is_refused_as_one_past_32() -> None:
 
 
 @pytest.mark.cuda
-def test_an_upload_waits_for_no_other_streams_copy() -> None:
+def test_a_plan_waits_for_no_other_streams_copy() -> None:
     plan = StepPlan(64, 9, "cuda")
-    plan.update([1], [1], [1.0])  # loads the kernel
     adapters = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)  # copied in 5 ms
     arena = torch.empty_like(adapters, device="cuda")
     beside = torch.cuda.Stream()
@@ -425,31 +449,23 @@ def test_an_upload_waits_for_no_other_streams_copy() -> None:
 
 
 @pytest.mark.cuda
-def test_the_kernel_behind_an_upload_reads_its_plan() -> None:
-    slots, rows, width, rounds = 9, 160, 8, 500
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize(("rows", "count"), [(160, 1000), (40_000, 20)])
+def test_every_call_of_a_stream_has_its_own_plan(rows: int, count: int, is_kept: bool) -> None:
+    slots, width, rng = 9, 8, random.Random(0)
     a, b = torch.zeros(2, slots - 1, 8, width, dtype=torch.float16, device="cuda")
     a[:, 0], b[:, :, 0] = 1 / width, torch.arange(1, slots)[:, None]  # slot s adds s to ones
-    site = LoraSite.stacked([a], [b])
-    plan, rng = StepPlan(rows, slots, "cuda"), random.Random(0)
-    steps = [[rng.randrange(slots) for _ in range(rows)] for _ in range(2 * rounds)]
-    for step in steps[::3]:  # a prefill among decode rows
+    site, kept = LoraSite.stacked([a], [b]), StepPlan(rows, slots, "cuda")
+    steps = [[rng.randrange(slots) for _ in range(rows)] for _ in range(count)]
+    for step in steps[::3]:  # a prefill among other rows
         step[20:120] = [step[20]] * 100
-    y = torch.zeros(len(steps), rows, width, dtype=torch.float16, device="cuda")
+    y = torch.zeros(count, rows, width, dtype=torch.float16, device="cuda")
     x = torch.ones_like(y[0])
     for i, step in enumerate(steps):
-        if i % 2 == 0:
-            torch.cuda._sleep(200_000)  # a tenth of a millisecond, until two are enqueued
-        plan.update(step, [1] * rows, [1.0] * rows)
-        lora_apply_(y[i], x, site, plan)
+        if i % 20 == 0:
+            torch.cuda._sleep(10_000_000)  # 5 ms, in which the host gets ahead
+        if is_kept:
+            kept.update(step, [1] * rows, [1.0] * rows)
+        lora_apply_(y[i], x, site, kept if is_kept else StepPlan.for_rows(step, slots, "cuda"))
     want = torch.tensor(steps, dtype=y.dtype, device="cuda")[:, :, None].expand_as(y)
     assert torch.equal(y, want)
-
-
-@pytest.mark.cuda
-def test_words_that_the_device_cannot_read_are_refused() -> None:
-    plan = StepPlan(4, 2, "cuda")
-    upload = torch.ops.loramux.lora_upload_plan
-    with pytest.raises(RuntimeError, match="invalid argument"):
-        upload(plan.buffer, torch.zeros(len(plan.buffer), dtype=torch.int32))
-    with pytest.raises(RuntimeError, match="in pinned memory, as many as the plan has"):
-        upload(plan.buffer, torch.zeros(4, dtype=torch.int32, pin_memory=True))

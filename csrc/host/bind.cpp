@@ -275,6 +275,28 @@ struct Place {
   int64_t start, capacity;  // words
 };
 
+// Words of a memory, from the first up to the second.
+using Span = std::pair<int64_t, int64_t>;
+
+// The driver takes a copy of at most 64 KB from memory that is not pinned along with its commands, past the
+// copy engine; one copy more costs the host about as much as 32 KB more.
+constexpr int64_t kCopyWords = (64 << 10) / sizeof(int32_t), kGapWords = (32 << 10) / sizeof(int32_t);
+
+// The copies that take what was written to a device.
+std::vector<Span> copies_of(std::vector<Span> written) {
+  std::sort(written.begin(), written.end());
+  std::vector<Span> copies;
+  for (auto [begin, end] : written) {
+    if (!copies.empty() && begin - copies.back().second <= kGapWords) {
+      auto& [first, last] = copies.back();
+      begin = last = std::min(end, first + kCopyWords);
+    }
+    for (; begin < end; begin = copies.back().second)
+      copies.emplace_back(begin, std::min(end, begin + kCopyWords));
+  }
+  return copies;
+}
+
 class BoundPlanner {
  public:
   using Written = std::pair<int64_t, int64_t>;  // rows, and tiles
@@ -308,12 +330,15 @@ class BoundPlanner {
     return write_all([&](size_t i) -> const Grouped& { return grouped[i]; }, places, address);
   }
 
+  std::vector<Span> copies() const { return copies_of(spans_); }
+
  private:
   // grouped_of(i): the segments of place i. Nothing is written unless all of it can be.
   template <class GroupedOf>
   std::vector<Written> write_all(const GroupedOf& grouped_of, const Places& places, uintptr_t address) {
     for (size_t i = 0; i < places.size(); ++i) check(grouped_of(i), places[i], address);
     std::vector<Written> written;
+    spans_.clear();
     for (size_t i = 0; i < places.size(); ++i) {
       const std::vector<PlanSegment>& segments = grouped_of(i).segments;
       const Place& place = places[i];
@@ -322,7 +347,13 @@ class BoundPlanner {
                                               place.num_slots, words, place.capacity);
       if (status != PlanStatus::ok)
         refuse("a plan of ", grouped_of(i).rows, " rows has more words than int32 counts: split the step");
-      written.emplace_back(grouped_of(i).rows, int64_t{words[0]} + words[1]);
+      const auto& [decode_tiles, prefill_tiles, rows, gathered] = *reinterpret_cast<PlanHeader*>(words);
+      constexpr int64_t kTileWords = sizeof(Tile) / sizeof(int32_t);
+      constexpr int64_t kRowWords = sizeof(GatheredRow) / sizeof(int32_t);
+      const int64_t end = place.start + place.capacity;
+      spans_.emplace_back(place.start, place.start + kTileWords * (1 + decode_tiles) + kRowWords * gathered);
+      if (prefill_tiles > 0) spans_.emplace_back(end - kTileWords * prefill_tiles, end);
+      written.emplace_back(rows, int64_t{decode_tiles} + prefill_tiles);
     }
     return written;
   }
@@ -348,6 +379,7 @@ class BoundPlanner {
   }
 
   Planner planner_;
+  std::vector<Span> spans_;  // that the last step wrote
 };
 
 bool lease(const py::dict& slot_of, const py::list& wanted, int64_t used_at, std::optional<py::list> held) {
@@ -475,7 +507,8 @@ PYBIND11_MODULE(_host, m) {
       .def("plan_rows", &BoundPlanner::plan_rows, py::arg("adapters"), py::arg("slots"), py::arg("places"),
            py::arg("address"))
       .def("plan_step", &BoundPlanner::plan_step, py::arg("step"), py::arg("slots"), py::arg("groupings"),
-           py::arg("places"), py::arg("address"));
+           py::arg("places"), py::arg("address"))
+      .def_property_readonly("copies", &BoundPlanner::copies);
 
   py::class_<Slot>(m, "Slot")
       .def(py::init<int64_t>(), py::arg("index"))

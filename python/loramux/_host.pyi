@@ -125,6 +125,14 @@ class Planner:
     """
 
     def __init__(self) -> None: ...
+    @property
+    def copies(self) -> list[tuple[int, int]]:
+        """Where the last step wrote, as ``(start, stop)`` in words from ``address`` on.
+
+        In few stretches of at most 64 KB: a copy of so much that is not pinned goes to a CUDA
+        device with its command.
+        """
+
     def plan(
         self,
         slots: Sequence[int],

@@ -11,15 +11,13 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from .errors import BackendUnavailable
-
-if TYPE_CHECKING:
-    from .plan import StepPlan
-    from .site import LoraSite
+from .plan import StepPlan
+from .site import LoraSite
 
 torch.ops.load_library(str(Path(__file__).with_name("_ops.so")))
 

@@ -8,9 +8,8 @@ An engine may call the operators themselves. Rows past the plan's are then base 
 graph serves steps without adapters too, and a CUDA graph captured with it false has no LoRA kernel.
 
 On a CUDA device the kernels start reading weights, table and plan while the kernel ahead of them on
-the stream still runs (x, y and h they wait for). Copies are always waited for, and so is
-``StepPlan.update``; another kernel that writes weights, a table or a plan must not be the one
-enqueued just before.
+the stream still runs (x, y and h they wait for). Copies are always waited for; a kernel that writes
+weights, a table or a plan must not be the one enqueued just before.
 """
 
 from __future__ import annotations
