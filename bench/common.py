@@ -179,7 +179,9 @@ def write_results(path: str | None, rows: list[dict[str, Any]]) -> None:
         "gpu": torch.cuda.get_device_name() if on_gpu else None,
         "cpu": _cpu_name(),
         "torch": torch.__version__,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": _output(
+            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
+        ),
         "commit": commit(),
         "environment": {k: v for k, v in os.environ.items() if k.startswith("LORAMUX_")},
         "command": "python -m bench " + shlex.join(sys.argv[1:]),
