@@ -133,16 +133,15 @@ def test_the_bound_model_is_the_definition(case, seed):
         assert torch.equal(model(ids, last), base), "unbound again, the model is as it was"
 
         read = {name: read_lora_file(path) for name, path in paths.items()}
-        for i, (a, length, factor) in enumerate(segments):
+        for i, (a, _, factor) in enumerate(segments):
             if a == 0:
                 assert torch.equal(got[i], base[i])
                 continue
-            mine, end = ids[last[i] - length + 1 : last[i] + 1], torch.tensor([length - 1])
-            adapter = read[f"a{a}"]
-            want = merged(model, adapter, factor, torch.float64)(mine, end)[0]
-            single = merged(model, adapter, factor, torch.float32)(mine, end)[0]
-            bound = max(
-                2 * (single - want).norm(), 16 * torch.finfo(torch.float32).eps * want.norm()
-            )
-            assert (got[i] - want).norm() <= bound
+            adapter, words, mine = read[f"a{a}"], torch.arange(VOCAB), ids[last[i]]
+            want = merged(model, adapter, factor, torch.float64)(words, words)
+            single = merged(model, adapter, factor, torch.float32)(words, words)
+            # Relative to the worst token of a merged float32 model, the sums of one token may be
+            # off by more than those of another: in 2,685 draws 3 times at most, 0.5 in the median.
+            bound = 8 * ((single - want).norm(dim=1) / want.norm(dim=1)).max()
+            assert (got[i] - want[mine]).norm() <= bound * want[mine].norm()
         pool.close()
