@@ -176,22 +176,53 @@ inline ExpandArgs check_expand(const Tensor& y, const Tensor& h, const std::vect
   return expand_args(site, y, plan_view(plan, y), static_cast<const float*>(h.const_data_ptr()), h.size(0));
 }
 
-// All of an apply but where its deltas go. `like` is what the operator writes.
-inline ShrinkArgs check_input(const Tensor& scratch, const Tensor& x, const std::vector<Tensor>& weights,
-                              const Tensor& table, const Tensor& plan, int64_t entry,
-                              const std::vector<int64_t>& widths, int64_t max_rank, const Tensor& like) {
+inline int64_t columns_of(const Tensor& x) {
   STD_TORCH_CHECK(x.dim() == 2, "x has ", x.dim(), " dimensions; want [rows, in]");
+  return x.size(1);
+}
+
+// All of an apply but where its deltas go, of a site of x's columns. `like` is what the operator writes.
+inline ShrinkArgs check_input(const Site& site, const Tensor& scratch, const Tensor& x, const Tensor& plan,
+                              const Tensor& like) {
   check_device(x, "x", like);
   check_device(scratch, "scratch", like);
-  const int64_t slices = static_cast<int64_t>(widths.size());
-  Site site = site_of(weights, table, entry, slices, x.size(1), max_rank, like);
-  set_widths(site, widths);
-  const int64_t need = x.size(0) * slices * max_rank;
+  const int64_t need = x.size(0) * site.num_slices * site.max_rank;
   STD_TORCH_CHECK(
       scratch.scalar_type() == ScalarType::Float && scratch.is_contiguous() && scratch.numel() >= need,
       "scratch must be contiguous float32 of at least rows * slices * max_rank = ", need, " values, has ",
       scratch.numel());
   return shrink_args(site, x, plan_view(plan, like), static_cast<float*>(scratch.mutable_data_ptr()));
+}
+
+inline ShrinkArgs check_input(const Tensor& scratch, const Tensor& x, const std::vector<Tensor>& weights,
+                              const Tensor& table, const Tensor& plan, int64_t entry,
+                              const std::vector<int64_t>& widths, int64_t max_rank, const Tensor& like) {
+  Site site = site_of(weights, table, entry, widths.size(), columns_of(x), max_rank, like);
+  set_widths(site, widths);
+  return check_input(site, scratch, x, plan, like);
+}
+
+// A site, checked once for all calls, as bytes on the CPU. The tensors that it was made of must outlive it.
+struct PackedSite {
+  Site site;
+  int32_t device;
+};
+
+inline PackedSite check_site(const std::vector<Tensor>& weights, const Tensor& table, int64_t entry,
+                             const std::vector<int64_t>& widths, int64_t in_features, int64_t max_rank) {
+  Site site = site_of(weights, table, entry, widths.size(), in_features, max_rank, table);
+  set_widths(site, widths);
+  return {site, table.get_device_index()};
+}
+
+inline ShrinkArgs check_packed_input(const Tensor& scratch, const Tensor& x, const Tensor& plan,
+                                     const Tensor& site, const Tensor& like) {
+  STD_TORCH_CHECK(site.is_cpu() && site.numel() == sizeof(PackedSite), "site is not of lora_pack_site");
+  const PackedSite& packed = *static_cast<const PackedSite*>(site.const_data_ptr());
+  STD_TORCH_CHECK(packed.device == like.get_device_index(), "the site is on another device than the output");
+  STD_TORCH_CHECK(columns_of(x) == packed.site.in_features, "x has ", columns_of(x), " columns, the site ",
+                  packed.site.in_features);
+  return check_input(packed.site, scratch, x, plan, like);
 }
 
 inline ApplyArgs with_output(const ShrinkArgs& shrink, const Tensor& y) {

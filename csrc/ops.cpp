@@ -9,6 +9,7 @@
 #include <dlfcn.h>
 #endif
 
+#include <cstring>
 #include <functional>
 #include <optional>
 #include <vector>
@@ -36,6 +37,20 @@ STABLE_TORCH_LIBRARY(loramux, m) {
   m.def(
       "lora_embedding_(Tensor(a!) y, Tensor ids, Tensor[] weights, Tensor table, Tensor plan, int entry, "
       "int[] widths, int vocab, int max_rank, Tensor? active=None) -> ()");
+  // lora_apply_ in less host time: most of a call's goes into handing over the parts of a site. Only for
+  // calls that are not traced, since a graph would keep the site's addresses.
+  m.def(
+      "lora_pack_site(Tensor[] weights, Tensor table, int entry, int[] widths, int in_features, "
+      "int max_rank) -> Tensor");
+  m.def("lora_apply_packed_(Tensor(a!) y, Tensor(b!) scratch, Tensor x, Tensor plan, Tensor site) -> ()");
+}
+
+Tensor pack_site(std::vector<Tensor> weights, const Tensor& table, int64_t entry, std::vector<int64_t> widths,
+                 int64_t in_features, int64_t max_rank) {
+  const PackedSite packed = check_site(weights, table, entry, widths, in_features, max_rank);
+  Tensor bytes = torch::stable::empty({sizeof(packed)}, ScalarType::Byte);
+  std::memcpy(bytes.mutable_data_ptr(), &packed, sizeof(packed));
+  return bytes;
 }
 
 // ---- CPU ----
@@ -83,6 +98,13 @@ void apply_on_cpu(const Tensor& y, const Tensor& scratch, const Tensor& x, std::
   apply_cpu(args, parallel_for);
 }
 
+void apply_packed_on_cpu(const Tensor& y, const Tensor& scratch, const Tensor& x, const Tensor& plan,
+                         const Tensor& site) {
+  const ApplyArgs args = with_output(check_packed_input(scratch, x, plan, site, y), y);
+  check_plan_rows(args.shrink.plan, args.shrink.rows);
+  apply_cpu(args, parallel_for);
+}
+
 // Nothing runs beside the caller here: lora_finish_ computes all.
 void start_on_cpu(const Tensor&, const Tensor&, const Tensor&, std::vector<Tensor>, const Tensor&,
                   const Tensor&, int64_t, std::vector<int64_t>, int64_t, std::optional<Tensor>) {}
@@ -108,6 +130,8 @@ STABLE_TORCH_LIBRARY_IMPL(loramux, CPU, m) {
   m.impl("lora_shrink", TORCH_BOX(&shrink_on_cpu));
   m.impl("lora_expand_", TORCH_BOX(&expand_on_cpu));
   m.impl("lora_apply_", TORCH_BOX(&apply_on_cpu));
+  m.impl("lora_pack_site", TORCH_BOX(&pack_site));
+  m.impl("lora_apply_packed_", TORCH_BOX(&apply_packed_on_cpu));
   m.impl("lora_start", TORCH_BOX(&start_on_cpu));
   m.impl("lora_finish_", TORCH_BOX(&finish_on_cpu));
   m.impl("lora_embedding_", TORCH_BOX(&embedding_on_cpu));
@@ -154,6 +178,11 @@ void apply_on_cuda(const Tensor& y, const Tensor& scratch, const Tensor& x, std:
   if (!is_active(active)) return;
   const ShrinkArgs input = check_input(scratch, x, weights, table, plan, entry, widths, max_rank, y);
   launch(apply_cuda, with_output(input, y), y);
+}
+
+void apply_packed_on_cuda(const Tensor& y, const Tensor& scratch, const Tensor& x, const Tensor& plan,
+                          const Tensor& site) {
+  launch(apply_cuda, with_output(check_packed_input(scratch, x, plan, site, y), y), y);
 }
 
 // Whether delta has the rows of the step. lora_finish_ does all of a longer one.
@@ -209,6 +238,8 @@ STABLE_TORCH_LIBRARY_IMPL(loramux, CUDA, m) {
   m.impl("lora_shrink", TORCH_BOX(&shrink_on_cuda));
   m.impl("lora_expand_", TORCH_BOX(&expand_on_cuda));
   m.impl("lora_apply_", TORCH_BOX(&apply_on_cuda));
+  m.impl("lora_pack_site", TORCH_BOX(&pack_site));
+  m.impl("lora_apply_packed_", TORCH_BOX(&apply_packed_on_cuda));
   m.impl("lora_start", TORCH_BOX(&start_on_cuda));
   m.impl("lora_finish_", TORCH_BOX(&finish_on_cuda));
   m.impl("lora_embedding_", TORCH_BOX(&embedding_on_cuda));

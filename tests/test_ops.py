@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -255,6 +256,37 @@ def test_an_infinite_hidden_value_stays_infinite(value, dtype, device):
     assert (got[1] == 64 * 8).all()
 
 
+def apply_in_parts(y, x, site, plan):
+    """The operator that a traced graph has."""
+    scratch = x.new_zeros(x.shape[0] * len(site.widths) * site.max_rank, dtype=torch.float32)
+    torch.ops.loramux.lora_apply_(
+        y, scratch, x, site.weights, site.table, plan.buffer, site.entry, site.widths, site.max_rank
+    )
+    return y
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_traced_call_has_the_bits_of_an_eager_one(device):
+    site = stacked_site(64, [32, 16], 8, torch.bfloat16, device)
+    x, y = operands(len(SLOTS), 64, site, torch.bfloat16, device)
+    plan = StepPlan.for_rows(SLOTS, site.num_slots, device)
+    want = lora_apply_(y.clone(), x, site, plan)
+    assert not torch.equal(want, y)
+    assert torch.equal(apply_in_parts(y, x, site, plan), want)
+
+
+def test_a_copied_site_has_weights_of_its_own():
+    site = stacked_site(64, [48], 8, torch.float32)
+    x, y = operands(len(SLOTS), 64, site, torch.float32)
+    plan = StepPlan.for_rows(SLOTS, site.num_slots)
+    want = lora_apply_(y.clone(), x, site, plan)
+    copied = copy.deepcopy(site)
+    for weights in site.weights:
+        weights.zero_()
+    assert torch.equal(lora_apply_(y.clone(), x, copied, plan), want)
+    assert torch.equal(lora_apply_(y.clone(), x, site, plan), y)
+
+
 class TestTorchContract:
     def calls(self, device):
         site = stacked_site(64, [32, 16], 8, torch.float32, device)
@@ -268,6 +300,7 @@ class TestTorchContract:
         yield ops.lora_shrink, (h, x, *where)
         yield ops.lora_expand_, (y, h, *where, site.widths)
         yield ops.lora_apply_, (y, h.flatten(), x, *where, site.widths, 8)
+        yield ops.lora_apply_packed_, (y, h.flatten(), x, plan, site.packed)
         active = torch.ones(1, dtype=torch.bool)
         yield ops.lora_apply_, (y, h.flatten(), x, *where, site.widths, 8, active)
         delta, parts = torch.zeros_like(y), torch.zeros(8 * h.numel(), device=device)
@@ -338,6 +371,7 @@ class TestRefusals:
             lora_apply_(y, x, site, plan)
         assert torch.equal(y, before)
 
+    @pytest.mark.parametrize("apply", [lora_apply_, apply_in_parts])
     @pytest.mark.parametrize(
         ("change", "said"),
         [
@@ -351,15 +385,26 @@ class TestRefusals:
             (lambda y, x: (y, x[0]), "x has 1 dimensions"),
         ],
     )
-    def test_operands_that_do_not_fit(self, call, change, said):
+    def test_operands_that_do_not_fit(self, call, change, said, apply):
         y, x, site, plan = call
         before = y.clone()
         y_bad, x_bad = change(y, x)
         if x_bad.dim() == 1:
             plan = StepPlan.for_rows([1] * 64, site.num_slots)
         with pytest.raises(RuntimeError) as error:
-            lora_apply_(y_bad, x_bad, site, plan)
+            apply(y_bad, x_bad, site, plan)
         assert said in str(error.value)
+        assert torch.equal(y, before)
+
+    def test_an_input_of_other_columns_than_the_sites(self, call):
+        y, x, site, plan = call
+        before = y.clone()
+        with pytest.raises(RuntimeError, match="x has 63 columns, the site 64"):
+            lora_apply_(y, x[:, :63], site, plan)
+        with pytest.raises(RuntimeError, match="site is not of lora_pack_site"):
+            torch.ops.loramux.lora_apply_packed_(
+                y, torch.zeros(32), x, plan.buffer, torch.zeros(8, dtype=torch.uint8)
+            )
         assert torch.equal(y, before)
 
     def test_weights_off_their_alignment(self, call):

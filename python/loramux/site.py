@@ -65,6 +65,18 @@ class LoraSite:
         """Slots, the zero adapter's included."""
         return self.table.shape[0]
 
+    @cached_property
+    def packed(self) -> torch.Tensor:
+        """What ``lora_apply_packed_`` takes of the site; ``PackedSite`` of csrc/arguments.h."""
+        packed: torch.Tensor = torch.ops.loramux.lora_pack_site(
+            self.weights, self.table, self.entry, self.widths, self.in_features, self.max_rank
+        )
+        return packed
+
+    def __getstate__(self) -> dict[str, object]:
+        """All but ``packed``, which has addresses of these very tensors."""
+        return {name: value for name, value in vars(self).items() if name != "packed"}
+
     @classmethod
     def stacked(
         cls,
