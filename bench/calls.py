@@ -7,6 +7,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -18,7 +19,7 @@ from .common import COLD_BYTES, SITES, SiteShape, arena_sites, graph_us, write_r
 from .kernels import call_us
 
 ADAPTERS, ROWS, RANK = 8, 8, 16
-POOLS = (8, 64, 512)
+POOLS, ROUNDS = (8, 64, 512), 5
 DECODE = [(slot, 1) for slot in range(9, 65)]  # of a mixed step, (slot, rows) each
 PREFILL = [(slot, 249) for slot in range(1, 9)]
 
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    rows = [pool_size(name, slots) for name in SITES for slots in POOLS]
+    rows = [row for name in SITES for row in pool_sizes(name)]
     for row in rows:
         print("{site:8} 8 adapters in {slots:4} slots: {us:7.3f} us".format(**row))
     for name in SITES:
@@ -43,13 +44,24 @@ def run(options: argparse.Namespace) -> None:
     write_results(options.json, rows)
 
 
-def pool_size(name: str, slots: int) -> dict[str, Any]:
-    """The same step of 8 adapters, each a row, in a pool of ``slots``."""
+def pool_sizes(name: str) -> list[dict[str, Any]]:
+    """The same step of 8 adapters, each a row, in pools of several sizes that take turns."""
     shape = SITES[name]
     layers = math.ceil(COLD_BYTES / (ADAPTERS * shape.weight_bytes(RANK)))
-    sites, plan, x, y = _step(shape, slots, layers)
-    us = graph_us(lambda i: lora_apply_(y, x, sites[i % layers], plan), layers)
-    return {"figure": "pool_size", "site": name, "slots": slots, "us": round(us, 3)}
+    times: dict[int, list[float]] = {slots: [] for slots in POOLS}
+    steps = {slots: _step(shape, slots, layers) for slots in POOLS}
+    for _ in range(ROUNDS):
+        for slots, (sites, plan, x, y) in steps.items():
+            call = partial(_call, y, x, sites, plan)
+            times[slots].append(graph_us(call, layers))
+    return [
+        {"figure": "pool_size", "site": name, "slots": slots, "us": round(median(us), 3)}
+        for slots, us in times.items()
+    ]
+
+
+def _call(y: torch.Tensor, x: torch.Tensor, sites: list[Any], plan: StepPlan, i: int) -> None:
+    lora_apply_(y, x, sites[i], plan)
 
 
 def mixed_step(name: str, rank: int) -> dict[str, Any]:
