@@ -307,6 +307,26 @@ def test_plans_that_share_memory_are_written_and_moved_together() -> None:
     assert slots_and_rows(write(("a", 1), ("b", 8))) == many
 
 
+def test_buffers_that_are_not_the_hosts_get_copies() -> None:
+    def written(memory: PlanMemory, plans: list[StepPlan], segments: int) -> list[PlanTile]:
+        step = _host.Step([("ab"[i % 2], 4, 1.0) for i in range(segments)])
+        slots = [_host.Slot(i) for i in range(1, len(step.adapters) + 1)]
+        memory.write(_host.Planner.plan_step, step, slots, [1, 0])
+        return [tile for plan in plans for tile in plan.tiles()]
+
+    def plans_of(memory: PlanMemory) -> list[StepPlan]:
+        return [StepPlan(20_000, 8, memory=memory), StepPlan(5000, 8, memory=memory)]
+
+    here, there = PlanMemory("cpu"), PlanMemory("cpu")
+    plans = plans_of(here), plans_of(there)
+    there._staged = torch.zeros_like(there._words)  # as for a device
+    for segments in (5000, 3, 0, 400):
+        want, got = written(here, plans[0], segments), written(there, plans[1], segments)
+        assert [(tile.slot, tile.rows.tolist()) for tile in got] == [
+            (tile.slot, tile.rows.tolist()) for tile in want
+        ]
+
+
 class Name(str):
     """Equal to its text, as another object."""
 
