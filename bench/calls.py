@@ -7,7 +7,6 @@ import argparse
 import math
 import time
 from collections.abc import Callable
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -50,18 +49,17 @@ def pool_sizes(name: str) -> list[dict[str, Any]]:
     layers = math.ceil(COLD_BYTES / (ADAPTERS * shape.weight_bytes(RANK)))
     times: dict[int, list[float]] = {slots: [] for slots in POOLS}
     steps = {slots: _step(shape, slots, layers) for slots in POOLS}
+
+    def us(sites: list[Any], plan: StepPlan, x: torch.Tensor, y: torch.Tensor) -> float:
+        return graph_us(lambda i: lora_apply_(y, x, sites[i], plan), layers)
+
     for _ in range(ROUNDS):
-        for slots, (sites, plan, x, y) in steps.items():
-            call = partial(_call, y, x, sites, plan)
-            times[slots].append(graph_us(call, layers))
+        for slots, step in steps.items():
+            times[slots].append(us(*step))
     return [
         {"figure": "pool_size", "site": name, "slots": slots, "us": round(median(us), 3)}
         for slots, us in times.items()
     ]
-
-
-def _call(y: torch.Tensor, x: torch.Tensor, sites: list[Any], plan: StepPlan, i: int) -> None:
-    lora_apply_(y, x, sites[i], plan)
 
 
 def mixed_step(name: str, rank: int) -> dict[str, Any]:

@@ -104,7 +104,12 @@ inline Site site_of(const std::vector<Tensor>& weights, const Tensor& table, int
   return site;
 }
 
-inline void set_widths(Site& site, const std::vector<int64_t>& widths) {
+// The same with the widths.
+inline Site site_of(const std::vector<Tensor>& weights, const Tensor& table, int64_t entry,
+                    const std::vector<int64_t>& widths, int64_t in_features, int64_t max_rank,
+                    const Tensor& like) {
+  Site site =
+      site_of(weights, table, entry, static_cast<int64_t>(widths.size()), in_features, max_rank, like);
   int64_t column = 0;
   for (size_t i = 0; i < widths.size(); ++i) {
     STD_TORCH_CHECK(widths[i] >= 1 && widths[i] <= kMaxWidth, "slice ", i, " has width ", widths[i]);
@@ -112,6 +117,7 @@ inline void set_widths(Site& site, const std::vector<int64_t>& widths) {
     site.slices[i].offset = column;
     column += widths[i];
   }
+  return site;
 }
 
 // x [rows, columns] or y [rows, sum of widths]: a row stride is welcome, a column stride is not.
@@ -171,8 +177,7 @@ inline ExpandArgs check_expand(const Tensor& y, const Tensor& h, const std::vect
   STD_TORCH_CHECK(h.size(1) == static_cast<int64_t>(widths.size()), "h has ", h.size(1), " slices, widths ",
                   widths.size());
   check_device(h, "h", y);
-  Site site = site_of(weights, table, entry, h.size(1), 0, h.size(2), y);
-  set_widths(site, widths);
+  const Site site = site_of(weights, table, entry, widths, 0, h.size(2), y);
   return expand_args(site, y, plan_view(plan, y), static_cast<const float*>(h.const_data_ptr()), h.size(0));
 }
 
@@ -197,8 +202,7 @@ inline ShrinkArgs check_input(const Site& site, const Tensor& scratch, const Ten
 inline ShrinkArgs check_input(const Tensor& scratch, const Tensor& x, const std::vector<Tensor>& weights,
                               const Tensor& table, const Tensor& plan, int64_t entry,
                               const std::vector<int64_t>& widths, int64_t max_rank, const Tensor& like) {
-  Site site = site_of(weights, table, entry, widths.size(), columns_of(x), max_rank, like);
-  set_widths(site, widths);
+  const Site site = site_of(weights, table, entry, widths, columns_of(x), max_rank, like);
   return check_input(site, scratch, x, plan, like);
 }
 
@@ -210,9 +214,7 @@ struct PackedSite {
 
 inline PackedSite check_site(const std::vector<Tensor>& weights, const Tensor& table, int64_t entry,
                              const std::vector<int64_t>& widths, int64_t in_features, int64_t max_rank) {
-  Site site = site_of(weights, table, entry, widths.size(), in_features, max_rank, table);
-  set_widths(site, widths);
-  return {site, table.get_device_index()};
+  return {site_of(weights, table, entry, widths, in_features, max_rank, table), table.get_device_index()};
 }
 
 inline ShrinkArgs check_packed_input(const Tensor& scratch, const Tensor& x, const Tensor& plan,
@@ -238,8 +240,7 @@ inline EmbeddingArgs check_embedding(const Tensor& y, const Tensor& ids, const s
   check_device(ids, "ids", y);
   STD_TORCH_CHECK(vocab >= 0 && !weights.empty() && vocab <= weights[0].numel(), "a vocabulary of ", vocab,
                   " ids is not in the weights");
-  Site site = site_of(weights, table, entry, static_cast<int64_t>(widths.size()), vocab, max_rank, y);
-  set_widths(site, widths);
+  const Site site = site_of(weights, table, entry, widths, vocab, max_rank, y);
   const int64_t stride = check_y(y, site, ids.size(0));
   return {site, plan_view(plan, y), ids.const_data_ptr(), ids64, y.mutable_data_ptr(), stride, ids.size(0)};
 }

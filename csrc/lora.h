@@ -51,6 +51,8 @@ struct alignas(8) GatheredRow {
   float scale;
 };
 static_assert(sizeof(PlanHeader) == 16 && sizeof(Tile) == 16 && sizeof(GatheredRow) == 8);
+inline constexpr int64_t kTileWords = sizeof(Tile) / sizeof(int32_t);  // of the header too
+inline constexpr int64_t kRowWords = sizeof(GatheredRow) / sizeof(int32_t);
 
 inline constexpr int kDecodeRows = 8;
 inline constexpr int kPrefillRows = 64;

@@ -278,6 +278,10 @@ def test_copies_take_all_that_a_step_wrote(
     assert len(copies) == 1 or end > (32 << 10) / words.itemsize
 
 
+def slots_and_rows(tiles: list[PlanTile]) -> list[tuple[int, list[int]]]:
+    return [(tile.slot, tile.rows.tolist()) for tile in tiles]
+
+
 def test_plans_that_share_memory_are_written_and_moved_together() -> None:
     memory = PlanMemory("cpu")
     tokens, lengths = (StepPlan(rows, 8, memory=memory) for rows in (4, 2))
@@ -287,9 +291,6 @@ def test_plans_that_share_memory_are_written_and_moved_together() -> None:
         step = _host.Step([(name, count, 1.0) for name, count in segments])
         memory.write(_host.Planner.plan_step, step, slots, [1, 0])
         return tokens.tiles() + lengths.tiles()
-
-    def slots_and_rows(tiles: list[PlanTile]) -> list[tuple[int, list[int]]]:
-        return [(tile.slot, tile.rows.tolist()) for tile in tiles]
 
     few = [(5, [0, 1, 2]), (2, [3]), (5, [0]), (2, [1])]
     assert slots_and_rows(write(("a", 3), ("b", 1))) == few
@@ -322,9 +323,7 @@ def test_buffers_that_are_not_the_hosts_get_copies() -> None:
     there._staged = torch.zeros_like(there._words)  # as for a device
     for segments in (5000, 3, 0, 400):
         want, got = written(here, plans[0], segments), written(there, plans[1], segments)
-        assert [(tile.slot, tile.rows.tolist()) for tile in got] == [
-            (tile.slot, tile.rows.tolist()) for tile in want
-        ]
+        assert slots_and_rows(got) == slots_and_rows(want)
 
 
 class Name(str):
@@ -465,7 +464,7 @@ def test_a_plan_waits_for_no_other_streams_copy() -> None:
     plan.update([2], [3], [1.0])
     torch.cuda.current_stream().synchronize()
     assert not copied.query()
-    assert [(tile.slot, tile.rows.tolist()) for tile in plan.tiles()] == [(2, [0, 1, 2])]
+    assert slots_and_rows(plan.tiles()) == [(2, [0, 1, 2])]
 
 
 @pytest.mark.cuda

@@ -12,9 +12,6 @@
 
 namespace loramux {
 
-inline constexpr int kTileWords = sizeof(Tile) / sizeof(int32_t);
-static_assert(sizeof(PlanHeader) == sizeof(Tile));
-
 // The rows of one tile.
 struct TileRows {
   int64_t first;  // contiguous: the first row. gathered: word offset in the plan of the first GatheredRow

@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       HiddenRows<T, kGroups> hidden_rows;
       const float* const h = args.h + columns.slice * args.site.max_rank;
       hidden_rows.load(h, hidden_stride, row, weights.rank, 0);
-      wait_for_cta_phase(&units[stage].empty, parity ^ 1);
       Unit<T>& unit = units[stage];
+      wait_for_cta_phase(&unit.empty, parity ^ 1);
       if (lane < kUnitRows) {
         unit.row[lane] = row;
         unit.factor[lane] = weights.scale * found.scale;
@@ -167,21 +167,19 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         unit.by_rows = by_rows;
       }
       __syncwarp();
-      if (lane == 0) arrive(&units[stage].known);
+      if (lane == 0) arrive(&unit.known);
       // All reading of y is asked for here.
       unsigned char* const y_boxes = ring + stage * kWarps * kBoxBytes;
       if (by_rows) {
         if (row >= 0) {
-          load_blocks(y_boxes + lane * kRowBytes, y_maps.row, row, y_column / kBlockColumns,
-                      &units[stage].full);
+          load_blocks(y_boxes + lane * kRowBytes, y_maps.row, row, y_column / kBlockColumns, &unit.full);
         }
       } else if (boxes == kWarps && is_whole) {
-        if (lane == 0)
-          load_blocks(y_boxes, y_maps.blocks, first_row, y_column / kBlockColumns, &units[stage].full);
+        if (lane == 0) load_blocks(y_boxes, y_maps.blocks, first_row, y_column / kBlockColumns, &unit.full);
       } else {
         if (lane < boxes) {
           load_box(y_boxes + lane * kBoxBytes, y_maps.box, y_column + lane * kBlockColumns, first_row,
-                   &units[stage].full);
+                   &unit.full);
         }
         const T* const y = static_cast<const T*>(args.y) + y_column + lane * 8;
         const uint32_t to = shared_address(y_boxes + lane / 8 * kBoxBytes);
@@ -192,12 +190,12 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #pragma unroll
           for (int column = 0; column < kCtaColumns; column += kLanes * 8) {
             if (column + lane * 8 < boxes * kBlockColumns || column + lane * 8 >= width) continue;
-            copy16_async(to + column / kBlockColumns * kBoxBytes + i * 128 + (lane ^ i) % 8 * 16,
+            copy16_async(to + column / kBlockColumns * kBoxBytes + i * kBlockBytes + (lane ^ i) % 8 * 16,
                          y + from * args.y_stride + column, true);
           }
         }
       }
-      arrive_after_copies(&units[stage].full);
+      arrive_after_copies(&unit.full);
       hidden_rows.put(hidden + stage * hidden_vectors, weights.rank, 0);
       for (int rank = kRanks; kIsLong && rank < weights.rank; rank += kRanks) {
         hidden_rows.load(h, hidden_stride, row, weights.rank, rank);
@@ -205,9 +203,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       }
       // Every lane's own arrival shows what it wrote of h.
       if (lane == 0) {
-        arrive_and_expect(&units[stage].full, bytes);
+        arrive_and_expect(&unit.full, bytes);
       } else {
-        arrive(&units[stage].full);
+        arrive(&unit.full);
       }
       is_new = false;
       advance();
@@ -225,8 +223,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   int last_stage = -1;
   BHalves<T, kGroups> b;
   for (;;) {
-    wait_for_cta_phase(&units[stage].known, parity);
-    const Unit<T>& unit = units[stage];
+    Unit<T>& unit = units[stage];
+    wait_for_cta_phase(&unit.known, parity);
     if (unit.is_last) break;
     const Slice& slice = args.site.slices[unit.slice];
     const int width = static_cast<int>(slice.width);
@@ -254,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       }
     };
     if constexpr (kIsLong) {
-      wait_for_cta_phase(&units[stage].full, parity);
+      wait_for_cta_phase(&unit.full, parity);
       float sums[2][kTiles][4] = {};
 #pragma unroll 1
       for (int rank = 0; rank < unit.weights.rank; rank += kRanks) {
@@ -266,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       add(1, sums[1]);
     } else {
       if (unit.is_new) b.load(unit.weights, warp_column, width, 0);
-      wait_for_cta_phase(&units[stage].full, parity);
+      wait_for_cta_phase(&unit.full, parity);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float sums[kTiles][4] = {};
@@ -318,8 +316,7 @@ int encode_y(const ExpandArgs& args, YMaps* maps) {
   const cuuint64_t rows = args.rows;
   const cuuint64_t box[] = {columns, rows};
   const cuuint64_t blocks[] = {kBlockColumns, rows, std::max<cuuint64_t>(columns / kBlockColumns, 1)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(args.y_stride * item_size(site.dtype)),
-                                kBlockColumns * 2};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(args.y_stride * item_size(site.dtype)), kBlockBytes};
   const cuuint32_t rows16[] = {kBlockColumns, kUnitRows, kWarps};
   const cuuint32_t row1[] = {kBlockColumns, 1, kWarps};
   const cuuint32_t steps[] = {1, 1, 1};
@@ -336,7 +333,7 @@ int encode_y(const ExpandArgs& args, YMaps* maps) {
              : cudaErrorInvalidValue;
 }
 
-// Beside its stages a CTA has the kilobyte that y is aligned to, and its units and barriers.
+// Beside its stages a CTA has the kilobyte that y is aligned to, and its units.
 constexpr int kAlignBytes = 1024;
 constexpr int kOwnBytes = kMaxStages * sizeof(Unit<__half>);
 

@@ -99,9 +99,9 @@ int launch_shrink(const ShrinkArgs& args, void* stream) {
   const int64_t rank_blocks = ceil_div(args.site.max_rank, kGroups * kGroupRanks);
   const int64_t tiles = max_decode_tiles(args.rows, args.site.num_slots);
   // Of a long step over many slots most tiles are not there: CTAs that come in vain take their time too.
-  constexpr int kCtas = 8, kRounds = 2;  // to an SM; that the chip has room for
+  constexpr int kMostCtas = 16;  // an SM's share of them
   const int64_t tile_ctas = parts * args.site.num_slices * rank_blocks;
-  const int64_t most = std::max<int64_t>(kRounds * kCtas * current_device().multiprocessors / tile_ctas, 1);
+  const int64_t most = std::max<int64_t>(kMostCtas * current_device().multiprocessors / tile_ctas, 1);
   const bool loops = max_prefill_tiles(args.rows, args.site.num_slots) > 0 && tiles > most;
   const dim3 grid(parts, loops ? most : tiles, args.site.num_slices * rank_blocks);
   return launch(loops ? shrink_decode_kernel<T, kGroups, kSteps, kIsLong, true>

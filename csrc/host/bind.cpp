@@ -348,8 +348,6 @@ class BoundPlanner {
       if (status != PlanStatus::ok)
         refuse("a plan of ", grouped_of(i).rows, " rows has more words than int32 counts: split the step");
       const auto& [decode_tiles, prefill_tiles, rows, gathered] = *reinterpret_cast<PlanHeader*>(words);
-      constexpr int64_t kTileWords = sizeof(Tile) / sizeof(int32_t);
-      constexpr int64_t kRowWords = sizeof(GatheredRow) / sizeof(int32_t);
       const int64_t end = place.start + place.capacity;
       spans_.emplace_back(place.start, place.start + kTileWords * (1 + decode_tiles) + kRowWords * gathered);
       if (prefill_tiles > 0) spans_.emplace_back(end - kTileWords * prefill_tiles, end);

@@ -8,8 +8,6 @@ namespace loramux {
 namespace {
 
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
-constexpr int64_t kTileWords = sizeof(Tile) / sizeof(int32_t);
-constexpr int64_t kRowWords = sizeof(GatheredRow) / sizeof(int32_t);
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
