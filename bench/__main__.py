@@ -9,6 +9,7 @@ BENCHMARKS = {
     "after-gemm": "what a decode call adds to the base GEMM that it follows",
     "calls": "a call's cost in pools of many slots, and its host time",
     "cpu": "CPU kernels beside grouped and gathered torch, over decode steps",
+    "embedding": "CUDA kernels of a token embedding, over decode and prefill steps",
     "kernels": "CUDA kernels over the decode and prefill grids, beside the recorded peers",
     "forms": "where one form of a call takes over from another: the table of csrc/cuda/forms.h",
     "engine": "a vLLM engine with its own LoRA kernels and with loramux",

@@ -19,12 +19,13 @@ from .kernels import call_us
 
 ADAPTERS, ROWS, RANK = 8, 8, 16
 POOLS, ROUNDS = (8, 64, 512), 5
+RUN = 100  # eager calls at a time, too few to fill the queue
 DECODE = [(slot, 1) for slot in range(9, 65)]  # of a mixed step, (slot, rows) each
 PREFILL = [(slot, 249) for slot in range(1, 9)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--turns", type=int, default=2000, help="calls of the dispatch figure")
+    parser.add_argument("--turns", type=int, default=10000, help="calls of the dispatch figure")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -87,22 +88,23 @@ def mixed_step(name: str, rank: int) -> dict[str, Any]:
 
 
 def dispatch(turns: int) -> dict[str, Any]:
-    """Host time of an eager call, and of torch's simplest one, too few at a time to queue up."""
+    """Host time of an eager call, and of torch's simplest one, by turns."""
     sites, plan, x, y = _step(SITES["qkv"], ADAPTERS, 1)
-    us = _host_us(lambda: lora_apply_(y, x, sites[0], plan), turns)
-    add_us = _host_us(lambda: y.add_(y), turns)
-    return {"figure": "dispatch", "site": "qkv", "slots": ADAPTERS, "us": us, "add_us": add_us}
+    calls = {"us": lambda: lora_apply_(y, x, sites[0], plan), "add_us": lambda: y.add_(y)}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(turns // RUN):
+        for name, call in calls.items():
+            times[name].append(_host_us(call))
+    us = {name: round(median(of_call), 2) for name, of_call in times.items()}
+    return {"figure": "dispatch", "site": "qkv", "slots": ADAPTERS, **us}
 
 
-def _host_us(call: Callable[[], Any], turns: int, run: int = 100) -> float:
-    times = []
-    for _ in range(turns // run):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(run):
-            call()
-        times.append((time.perf_counter() - start) / run * 1e6)
-    return round(median(times), 2)
+def _host_us(call: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(RUN):
+        call()
+    return (time.perf_counter() - start) / RUN * 1e6
 
 
 def _step(shape: SiteShape, slots: int, layers: int) -> tuple[Any, StepPlan, Any, Any]:

@@ -241,8 +241,7 @@ inline EmbeddingArgs check_embedding(const Tensor& y, const Tensor& ids, const s
   STD_TORCH_CHECK(vocab >= 0 && !weights.empty() && vocab <= weights[0].numel(), "a vocabulary of ", vocab,
                   " ids is not in the weights");
   const Site site = site_of(weights, table, entry, widths, vocab, max_rank, y);
-  const int64_t stride = check_y(y, site, ids.size(0));
-  return {site, plan_view(plan, y), ids.const_data_ptr(), ids64, y.mutable_data_ptr(), stride, ids.size(0)};
+  return {expand_args(site, y, plan_view(plan, y), nullptr, ids.size(0)), ids.const_data_ptr(), ids64};
 }
 
 // An engine captures its base-only steps through the traced graph of the others: what tells them apart is

@@ -119,16 +119,11 @@ struct ApplyArgs {
   ExpandArgs expand;
 };
 
-// As ApplyArgs, with A's vector of a token in place of the shrink. An id outside [0, vocabulary) touches
+// With A's vector of a row's token in place of h, which is null. An id outside [0, vocabulary) touches
 // nothing.
-struct EmbeddingArgs {
-  Site site;
-  PlanView plan;
+struct EmbeddingArgs : ExpandArgs {
   const void* ids;  // [rows], int32 or int64, contiguous
   bool ids64;
-  void* y;
-  int64_t y_stride;
-  int64_t rows;
 };
 
 // Runs body(begin, end) over parts of [0, count) of at least `grain` items, perhaps in parallel.

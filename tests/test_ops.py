@@ -89,16 +89,17 @@ def test_apply_is_the_definition(width, widths, rank, dtype, device, backend):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("vocab", [8, 40960])
+@pytest.mark.parametrize(("vocab", "rank"), [(8, 8), (40960, 24), (100, 72), (104, 5)])
+@pytest.mark.parametrize("slots", [SLOTS, 40 * SLOTS], ids=len)
 @pytest.mark.parametrize("backend", ["native", "torch"])
-def test_embedding_is_the_definition(vocab, ids_dtype, dtype, device, backend):
-    site = stacked_site(vocab, [48], 8, dtype, device, embedding=True, backend=backend)
-    ids = torch.arange(len(SLOTS)) * 5 % vocab
+def test_embedding_is_the_definition(slots, vocab, rank, ids_dtype, dtype, device, backend):
+    site = stacked_site(vocab, [48], rank, dtype, device, embedding=True, backend=backend)
+    ids = torch.arange(len(slots)) * 5 % vocab
     ids[3] = vocab - 1
-    _, y = operands(len(SLOTS), vocab, site, dtype, device)
-    plan = StepPlan.for_rows(SLOTS, site.num_slots, device)
+    y = torch.randn(len(slots), 48).to(device, dtype)
+    plan = StepPlan.for_rows(slots, site.num_slots, device)
     got = lora_embedding_(y.clone(), ids.to(device, ids_dtype), site, plan)
-    assert_accurate(got, y, ids, site, SLOTS, embedding=True)
+    assert_accurate(got, y, ids, site, slots, embedding=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)

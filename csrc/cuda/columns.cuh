@@ -142,6 +142,18 @@ class BColumns {
   uint4 values_[kBlocks][kTiles][kVectors];
 };
 
+// Four ranks of an operand.
+__device__ inline float4 load_operand(const float* h) {
+  return *reinterpret_cast<const float4*>(h);
+}
+
+template <typename T>
+__device__ inline float4 load_operand(const T* a) {
+  const uint2 pairs = *reinterpret_cast<const uint2*>(a);
+  const float2 low = unpack2<T>(pairs.x), high = unpack2<T>(pairs.y);
+  return {low.x, low.y, high.x, high.y};
+}
+
 // Four values of a row of h rounded to T, zeros in place of all but the first `left`.
 template <typename T>
 __device__ inline uint2 pack_hidden(float4 h, int left) {

@@ -91,4 +91,36 @@ __device__ SliceWeights<T> find_slice(const Site& site, int32_t slot, int slice)
           entry.scale};
 }
 
+// What an expand multiplies B by: rows of h, or vectors of an embedding's A. `stride` elements apart.
+template <typename Element>
+struct Operands {
+  const Element* data;
+  int stride;
+};
+
+template <typename T>
+__device__ Operands<float> find_operands(const ExpandArgs& args, const SliceWeights<T>&, int slice) {
+  const int max_rank = static_cast<int>(args.site.max_rank);
+  return {args.h + slice * max_rank, args.site.num_slices * max_rank};
+}
+
+template <typename T>
+__device__ Operands<T> find_operands(const EmbeddingArgs&, const SliceWeights<T>& weights, int) {
+  return {weights.a, static_cast<int>(weights.stride)};
+}
+
+// Which of the operands is a row's, once earlier kernels have ended. A row without one is none: its index
+// becomes -1.
+__device__ inline int64_t find_operand(const ExpandArgs&, TileRow* row) {
+  return row->index;
+}
+
+__device__ inline int64_t find_operand(const EmbeddingArgs& args, TileRow* row) {
+  if (row->index < 0) return -1;
+  const int64_t id = args.ids64 ? static_cast<const int64_t*>(args.ids)[row->index]
+                                : static_cast<const int32_t*>(args.ids)[row->index];
+  if (id >= 0 && id < args.site.in_features) return id;
+  return row->index = -1;
+}
+
 }  // namespace loramux

@@ -2,6 +2,7 @@
 // where no plan of these rows can have such tiles.
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <cstdlib>
 
 #include "cuda/kernels.h"
@@ -61,9 +62,16 @@ int apply_cuda(const ApplyArgs& args, void* stream) {
 }
 
 int embedding_cuda(const EmbeddingArgs& args, void* stream) {
+  const bool is_tuned = !is_portable_forced() && expand_serves(args) && args.site.in_features <= INT32_MAX;
   return run(
-      args, [&] { return embedding_portable(TileKind::decode, args, stream); },
-      [&] { return embedding_portable(TileKind::prefill, args, stream); });
+      args,
+      [&] {
+        return is_tuned ? embedding_decode(args, stream) : embedding_portable(TileKind::decode, args, stream);
+      },
+      [&] {
+        return is_tuned ? embedding_prefill(args, stream)
+                        : embedding_portable(TileKind::prefill, args, stream);
+      });
 }
 
 const char* take_cuda_error(int error) {

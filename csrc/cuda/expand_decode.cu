@@ -3,7 +3,7 @@
 //
 // Floor: 2 bytes x rank x width of each adapter's slice, and y read and written, over 4.2 TB/s; gate_up at
 // rank 16 takes 7.9 us for 32 rows of 32 adapters. B goes to registers in 16-byte loads, h comes from L2, y
-// in whole 128-byte lines.
+// in whole 128-byte lines. An embedding has its vectors of A in the place of h.
 #include <algorithm>
 
 #include "cuda/columns.cuh"
@@ -23,9 +23,9 @@ constexpr int kThreads = kWarps * kLanes;
 // of a plan with few tiles the rest would come in vain). A warp holds B of kBlocks blocks of columns and
 // kGroups groups of ranks; ranks past those if kIsLong. kCtas: CTAs that an SM must hold at a time. If
 // kHasParts h comes as h_parts arrays, part_values apart, to be added up in order.
-template <typename T, int kGroups, int kBlocks, int kCtas, bool kIsLong, bool kHasParts>
+template <typename Args, typename T, int kGroups, int kBlocks, int kCtas, bool kIsLong, bool kHasParts>
 __global__ void __launch_bounds__(kThreads, kCtas)
-    expand_decode_kernel(const __grid_constant__ ExpandArgs args, int h_parts, int64_t part_values) {
+    expand_decode_kernel(const __grid_constant__ Args args, int h_parts, int64_t part_values) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kRanks = kGroups * kGroupRanks;
   static_assert(!kIsLong || kBlocks == 1);
@@ -44,11 +44,13 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     if (weights.rank == 0 || weights.stride % 8 != 0) continue;
     BColumns<T, kGroups, kBlocks> b;
     b.load(weights, warp_column, width, 0);
-    const TileRow row = find_row(args.plan, tile, g, args.rows);
+    TileRow row = find_row(args.plan, tile, g, args.rows);
     wait_for_earlier_kernels();
+    const auto operands = find_operands(args, weights, columns.slice);
+    const int64_t operand = find_operand(args, &row);
     YRows<T, kBlocks> y;
     y.load(row, static_cast<T*>(args.y) + slice.offset, args.y_stride, warp_column + 8 * g, width);
-    const float* const h = args.h + (row.index * args.site.num_slices + columns.slice) * args.site.max_rank;
+    const auto* const h = operands.data + operand * operands.stride;
     const int end = row.index < 0 ? 0 : weights.rank;
     float sums[kBlocks][kTiles][4] = {};
 #pragma unroll 1
@@ -58,10 +60,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #pragma unroll
       for (int q = 0; q < kGroups; ++q) {
         const int rank = first_rank + first_rank_of_lane<kGroups>(q, t);
-        float4 values = rank < end ? *reinterpret_cast<const float4*>(h + rank) : float4{};
+        float4 values = rank < end ? load_operand(h + rank) : float4{};
 #pragma unroll 1
         for (int part = 1; kHasParts && part < h_parts && rank < end; ++part)
-          values = add(values, *reinterpret_cast<const float4*>(h + part * part_values + rank));
+          values = add(values, load_operand(h + part * part_values + rank));
         hidden[q] = pack_hidden<T>(values, end - rank);
       }
       b.arrange();
@@ -79,13 +81,14 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #endif
 }
 
-template <typename T, int kGroups, int kBlocks, int kCtas, bool kIsLong, bool kHasParts = false>
-int launch_expand(const ExpandArgs& args, int h_parts, void* stream) {
+template <typename T, int kGroups, int kBlocks, int kCtas, bool kIsLong, bool kHasParts = false,
+          typename Args>
+int launch_expand(const Args& args, int h_parts, void* stream) {
   const int64_t ctas = count_column_ctas(args.site, kWarps * kBlocks * kBlockColumns);
   const int64_t tiles = max_decode_tiles(args.rows, args.site.num_slots);
   const int64_t tiles_at_once = std::max<int64_t>(kCtas * current_device().multiprocessors / ctas, 1);
   const int64_t rounds = ceil_div(tiles, tiles_at_once);
-  return launch(expand_decode_kernel<T, kGroups, kBlocks, kCtas, kIsLong, kHasParts>,
+  return launch(expand_decode_kernel<Args, T, kGroups, kBlocks, kCtas, kIsLong, kHasParts>,
                 dim3(ctas, ceil_div(tiles, rounds)), kThreads, 1, stream, 0, args, h_parts,
                 args.rows * args.site.num_slices * args.site.max_rank);
 }
@@ -105,7 +108,8 @@ int expand(const ExpandArgs& args, int h_parts, void* stream) {
 bool expand_serves(const ExpandArgs& args) {
   const Site& site = args.site;
   if (!is_half(site.dtype) || current_device().capability < 90) return false;
-  static const bool is_compiled = is_compiled_for_sm90(expand_decode_kernel<__half, 1, 2, 5, false, false>);
+  static const bool is_compiled =
+      is_compiled_for_sm90(expand_decode_kernel<ExpandArgs, __half, 1, 2, 5, false, false>);
   bool whole_vectors = site.max_rank % 8 == 0 && is_aligned(args.y, args.y_stride, site.dtype) &&
                        reinterpret_cast<uintptr_t>(args.h) % 16 == 0;
   for (int i = 0; i < site.num_slices; ++i) {
@@ -118,6 +122,11 @@ bool expand_serves(const ExpandArgs& args) {
 int expand_decode(const ExpandArgs& args, int h_parts, void* stream) {
   return args.site.dtype == DType::bf16 ? expand<__nv_bfloat16>(args, h_parts, stream)
                                         : expand<__half>(args, h_parts, stream);
+}
+
+int embedding_decode(const EmbeddingArgs& args, void* stream) {
+  return args.site.dtype == DType::bf16 ? launch_expand<__nv_bfloat16, 4, 1, 3, true>(args, 1, stream)
+                                        : launch_expand<__half, 4, 1, 3, true>(args, 1, stream);
 }
 
 }  // namespace loramux

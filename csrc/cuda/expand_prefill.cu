@@ -6,10 +6,12 @@
 // rounds h and has the copy engine fetch y of the units to come into a ring in shared memory, past the ends
 // of tiles. The others keep B of 64 columns each in registers while slot and columns stay; they add to y
 // where it lies in the ring and have the copy engine store it from there. Rows that do not follow one another
-// come one by one and go by 16 bytes; columns that are no whole block come by 16 bytes too.
+// come one by one and go by 16 bytes; columns that are no whole block come by 16 bytes too. An embedding has
+// its vectors of A in the place of h.
 #include <cudaTypedefs.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/common.cuh"
 #include "cuda/kernels.h"
@@ -44,7 +46,7 @@ template <typename T>
 struct alignas(16) Unit {
   uint64_t known;  // barriers: the unit has been written,
   uint64_t full;   // its y and h have come,
-  uint64_t empty;  // and each warp is done with it
+  uint64_t empty;  // and every lane that computes is done with it
   SliceWeights<T> weights;
   bool is_new;   // weights or columns are others than those of the unit before
   bool is_last;  // nothing but this is set
@@ -58,12 +60,13 @@ struct alignas(16) Unit {
 
 // kGroups groups of ranks are held in registers. If kIsLong there may be more: they are read for every unit.
 // max_tiles: what the plan holds of it, only the device knows. column_blocks: of kCtaColumns columns.
-template <typename T, int kGroups, bool kIsLong>
+template <typename Args, typename T, int kGroups, bool kIsLong>
 __global__ void __launch_bounds__(kThreads, kCtas)
-    expand_prefill_kernel(const __grid_constant__ ExpandArgs args, const __grid_constant__ YMaps y_maps,
+    expand_prefill_kernel(const __grid_constant__ Args args, const __grid_constant__ YMaps y_maps,
                           int max_tiles, int column_blocks, int stages) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kRanks = kGroups * kGroupRanks;
+  constexpr bool kReadsIds = std::is_same_v<Args, EmbeddingArgs>;
   extern __shared__ unsigned char dynamic_shared[];
   __shared__ Unit<T> units[kMaxStages];
   unsigned char* const ring = dynamic_shared + (-shared_address(dynamic_shared) & 1023);  // y of each stage
@@ -76,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     for (int i = 0; i < stages; ++i) {
       make_barrier(&units[i].known, 1);
       make_barrier(&units[i].full, 2 * kLanes);
-      make_barrier(&units[i].empty, kWarps);
+      make_barrier(&units[i].empty, kWarps * kLanes);
     }
     fence_barriers();
     prefetch_map(y_maps.box);
@@ -101,7 +104,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     int64_t left = all_units * (blockIdx.x + 1) / gridDim.x - begin;
     int block = left > 0 ? static_cast<int>(begin / block_units) : 0;
     int at = static_cast<int>(begin - int64_t{block} * block_units);  // within the block
-    const int hidden_stride = args.site.num_slices * static_cast<int>(args.site.max_rank);
     TileRows tile{};
     int tile_index = -1;
     SliceWeights<T> weights{};
@@ -135,8 +137,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
                       width * static_cast<int>(weights.stride * sizeof(T)));
       }
 
-      const TileRow found =
-          lane < kUnitRows ? find_row(args.plan, tile, first + lane, args.rows) : TileRow{-1, 0};
+      if (kReadsIds) wait_for_earlier_kernels();
+      TileRow found = lane < kUnitRows ? find_row(args.plan, tile, first + lane, args.rows) : TileRow{-1, 0};
+      const int operand = static_cast<int>(find_operand(args, &found));
       const int row = static_cast<int>(found.index);
       const int first_row = __shfl_sync(~0u, row, 0);
       const bool is_next = lane >= kUnitRows || (row >= 0 && row == first_row + lane);
@@ -149,8 +152,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
           by_rows ? __popc(__ballot_sync(~0u, row >= 0)) * kRowBytes : boxes * kBoxBytes;  // that come by box
       wait_for_earlier_kernels();
       HiddenRows<T, kGroups> hidden_rows;
-      const float* const h = args.h + columns.slice * args.site.max_rank;
-      hidden_rows.load(h, hidden_stride, row, weights.rank, 0);
+      const auto operands = find_operands(args, weights, columns.slice);
+      hidden_rows.load(operands, operand, weights.rank, 0);
       Unit<T>& unit = units[stage];
       wait_for_cta_phase(&unit.empty, parity ^ 1);
       if (lane < kUnitRows) {
@@ -198,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       arrive_after_copies(&unit.full);
       hidden_rows.put(hidden + stage * hidden_vectors, weights.rank, 0);
       for (int rank = kRanks; kIsLong && rank < weights.rank; rank += kRanks) {
-        hidden_rows.load(h, hidden_stride, row, weights.rank, rank);
+        hidden_rows.load(operands, operand, weights.rank, rank);
         hidden_rows.put(hidden + stage * hidden_vectors, weights.rank, rank);
       }
       // Every lane's own arrival shows what it wrote of h.
@@ -290,8 +293,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       }
       commit_bulk();
       wait_for_bulk_reads_but_one();
-      if (last_stage >= 0) arrive(&units[last_stage].empty);
     }
+    if (last_stage >= 0) arrive(&units[last_stage].empty);
     last_stage = stage;
     advance();
   }
@@ -341,9 +344,9 @@ int64_t stage_bytes(int64_t hidden_vectors) {
   return kWarps * kBoxBytes + hidden_vectors * 16;
 }
 
-template <typename T, int kGroups, bool kIsLong>
-int launch_expand(const ExpandArgs& args, void* stream) {
-  const auto kernel = expand_prefill_kernel<T, kGroups, kIsLong>;
+template <typename T, int kGroups, bool kIsLong, typename Args>
+int launch_expand(const Args& args, void* stream) {
+  const auto kernel = expand_prefill_kernel<Args, T, kGroups, kIsLong>;
   YMaps y_maps;
   if (const int error = encode_y(args, &y_maps)) return error;
   const int64_t tiles = max_prefill_tiles(args.rows, args.site.num_slots);
@@ -378,6 +381,11 @@ bool expand_prefill_has_room(const Site& site) {
 
 int expand_prefill(const ExpandArgs& args, void* stream) {
   return args.site.dtype == DType::bf16 ? expand<__nv_bfloat16>(args, stream) : expand<__half>(args, stream);
+}
+
+int embedding_prefill(const EmbeddingArgs& args, void* stream) {
+  return args.site.dtype == DType::bf16 ? launch_expand<__nv_bfloat16, 2, true>(args, stream)
+                                        : launch_expand<__half, 2, true>(args, stream);
 }
 
 }  // namespace loramux

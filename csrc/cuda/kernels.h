@@ -29,6 +29,9 @@ int expand_decode(const ExpandArgs& args, int h_parts, void* stream);
 // Whether h of a tile of the site finds room in shared memory.
 bool expand_prefill_has_room(const Site& site);
 int expand_prefill(const ExpandArgs& args, void* stream);
+// Where expand_serves, of a vocabulary that fits 32 bits.
+int embedding_decode(const EmbeddingArgs& args, void* stream);
+int embedding_prefill(const EmbeddingArgs& args, void* stream);
 // Both halves in one launch, where no plan of these rows has prefill tiles.
 int apply_decode(const ApplyArgs& args, void* stream);
 

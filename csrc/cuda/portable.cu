@@ -175,20 +175,6 @@ __global__ void __launch_bounds__(kShrinkThreads, sizeof(T) == 2 ? 2 : 1)
 
 // ---- Expand ----
 
-// The vector that B multiplies: the row's h, or A's vector of the row's token. Null: the row stays as it is.
-template <typename T>
-__device__ const float* find_operand(const ExpandArgs& args, const SliceWeights<T>&, int slice, int64_t row) {
-  return args.h + (row * args.site.num_slices + slice) * args.site.max_rank;
-}
-
-template <typename T>
-__device__ const T* find_operand(const EmbeddingArgs& args, const SliceWeights<T>& weights, int,
-                                 int64_t row) {
-  const int64_t id =
-      args.ids64 ? static_cast<const int64_t*>(args.ids)[row] : static_cast<const int32_t*>(args.ids)[row];
-  return id >= 0 && id < args.site.in_features ? weights.a + id * weights.stride : nullptr;
-}
-
 // Brings `count` ranks of every row's operand to shared memory, zeros after them and for a null operand. Each
 // thread gives its own row's operand.
 template <typename Operand>
@@ -243,8 +229,10 @@ __global__ void __launch_bounds__(kExpandThreads, 4)
   if (weights.rank == 0) return;
 
   const int own = threadIdx.x / kRowThreads;
-  const TileRow row = find_row(args.plan, block.tile, block.first + own, args.rows);
-  const auto* operand = row.index >= 0 ? find_operand(args, weights, slice, row.index) : nullptr;
+  TileRow row = find_row(args.plan, block.tile, block.first + own, args.rows);
+  const auto operands = find_operands(args, weights, slice);
+  const int64_t found = find_operand(args, &row);
+  const auto* const operand = found < 0 ? nullptr : operands.data + found * operands.stride;
   __shared__ T* y_rows[kBlockRows];  // null: not to be touched
   __shared__ float scales[kBlockRows];
   if (threadIdx.x % kRowThreads == 0) {

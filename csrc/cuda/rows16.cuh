@@ -69,16 +69,17 @@ class HiddenRows {
     return static_cast<int>(ceil_div(max_rank, kGroups * kGroupRanks)) * kGroups * kLanes;
   }
 
-  // row: of this lane, -1 for none. h: the slice's first rank of row 0. rank: of the slot.
-  __device__ void load(const float* h, int stride, int row, int rank, int first_rank) {
+  // index: of this lane's row among the operands, -1 for none. rank: of the slot.
+  template <typename Element>
+  __device__ void load(const Operands<Element>& operands, int index, int rank, int first_rank) {
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       const int lane_rank = first_rank + first_rank_of_lane<kGroups>(group(), threadIdx.x % 4);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int from = __shfl_sync(~0u, row, row_pair(i) + 8 * r);
-        const float* const values = h + int64_t{from} * stride + lane_rank;
-        values_[i][r] = from >= 0 && lane_rank < rank ? *reinterpret_cast<const float4*>(values) : float4{};
+        const int from = __shfl_sync(~0u, index, row_pair(i) + 8 * r);
+        const Element* const values = operands.data + int64_t{from} * operands.stride + lane_rank;
+        values_[i][r] = from >= 0 && lane_rank < rank ? load_operand(values) : float4{};
       }
     }
   }

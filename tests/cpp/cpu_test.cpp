@@ -373,13 +373,9 @@ TEST_P(CpuTest, EmbedsTokensAndLeavesUnknownOnesAlone) {
     Buffer words(plan.words().size() * 4);
     std::memcpy(words.data(), plan.words().data(), words.bytes());
     embedding(kernels(),
-              {adapters.site,
-               {words.data<int32_t>(), words.bytes() / 4},
+              {{adapters.site, {words.data<int32_t>(), words.bytes() / 4}, nullptr, y.buffer.data(), 80, 8},
                id_buffer.data(),
-               ids64,
-               y.buffer.data(),
-               80,
-               8},
+               ids64},
               in_parts(3));
     expect_definition(
         adapters, rows, [&](int64_t i, int64_t k) { return ids[i] == k ? 1.0 : 0.0; }, before, y);

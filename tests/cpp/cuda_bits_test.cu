@@ -45,6 +45,17 @@ std::vector<std::vector<T>> rows_in_tiles(const Shape& shape, TileKind kind) {
   return rows;
 }
 
+template <typename T>
+void expect_same_rows_of_slot_1(const Problem<T>& problem, const std::vector<T>& want) {
+  const std::vector<T> got = problem.y.read();
+  for (int64_t row = 0; row < problem.rows; ++row) {
+    if (problem.segments[row].slot != 1) continue;
+    const int64_t first = row * problem.y_stride, last = first + problem.y_stride;
+    expect_same_bits<T>({got.begin() + first, got.begin() + last},
+                        {want.begin() + first, want.begin() + last});
+  }
+}
+
 // Tiles contiguous and gathered, full and not, next to others and alone, aligned (pad 0) and not. Where the
 // portable kernels serve, the kind of tile does not matter either.
 TYPED_TEST(CudaBits, BitsOfARowDependOnNothingElse) {
@@ -127,12 +138,29 @@ TYPED_TEST(CudaForms, BothExpandsGiveARowTheSameBits) {
     problem.y.write(problem.y_before);
     problem.set_plan({1, 2, 3});  // 44 rows of slot 1
     EXPECT_CUDA(expand_decode(args.expand, 1, stream()));
-    const std::vector<TypeParam> got = problem.y.read();
-    for (int64_t row = 0; row < kRowsOfBits; row += 3) {
-      const int64_t first = row * problem.y_stride, last = first + problem.y_stride;
-      expect_same_bits<TypeParam>({got.begin() + first, got.begin() + last},
-                                  {want.begin() + first, want.begin() + last});
-    }
+    expect_same_rows_of_slot_1(problem, want);
+  }
+}
+
+// And so do both embeddings, of any rank.
+TYPED_TEST(CudaForms, BothEmbeddingsGiveARowTheSameBits) {
+  for (const int32_t rank : {8, 24, 136}) {
+    SCOPED_TRACE(testing::Message() << "rank " << rank);
+    Shape shape{64, {304}, {rank}, rank, 0, Kind::embedding};
+    shape.exact = false;
+    Problem<TypeParam> problem(shape, kRowsOfBits);
+    std::vector<int32_t> ids(kRowsOfBits);
+    for (int64_t row = 0; row < kRowsOfBits; ++row) ids[row] = static_cast<int32_t>(row * 37 % 64);
+    Buffer<int32_t> ids_buffer(ids);
+    const EmbeddingArgs args = problem.embedding_args(ids_buffer.data(), false);
+    problem.set_plan({1});
+    EXPECT_CUDA(embedding_prefill(args, stream()));
+    const std::vector<TypeParam> want = problem.y.read();
+    EXPECT_NE(std::memcmp(want.data(), problem.y_before.data(), want.size() * sizeof(TypeParam)), 0);
+    problem.y.write(problem.y_before);
+    problem.set_plan({1, 2, 3});  // 44 rows of slot 1
+    EXPECT_CUDA(embedding_decode(args, stream()));
+    expect_same_rows_of_slot_1(problem, want);
   }
 }
 

@@ -268,7 +268,9 @@ struct Problem {
   }
 
   EmbeddingArgs embedding_args(const void* device_ids, bool ids64) const {
-    return {site, {plan.data(), plan.size()}, device_ids, ids64, y.data() + shape.pad, y_stride, rows};
+    ExpandArgs expand = args().expand;
+    expand.h = nullptr;
+    return {expand, device_ids, ids64};
   }
 
   std::vector<float> want_h() const {

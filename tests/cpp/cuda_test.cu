@@ -75,10 +75,24 @@ TYPED_TEST(CudaKernels, ShrinkExpandAndApplyMatchTheDefinition) {
 }
 
 TYPED_TEST(CudaKernels, EmbeddingMatchesTheDefinitionAndUnknownIdsTouchNothing) {
-  for (const auto& [rows, slots] :
-       {std::pair<int64_t, std::vector<int32_t>>{9, {1, 2, 0}}, {65, {1}}, {140, {1, 0}}}) {
-    Problem<TypeParam> problem({100, {300, 5}, {24, 129, 0, 1}, 136, 3, Kind::embedding}, rows);
-    problem.set_plan(slots);
+  // The portable kernels, then the tuned ones: columns in pieces and in whole blocks.
+  const Shape any{100, {300, 5}, {24, 129, 0, 1}, 136, 3, Kind::embedding},
+      pieces{100, {304, 40}, {24, 129, 0, 1}, 136, 8, Kind::embedding},
+      blocks{100, {2048}, {16, 8}, 16, 0, Kind::embedding};
+  for (const Case& c : std::vector<Case>{{any, 9, {1, 2, 0}},
+                                         {any, 65, {1}},
+                                         {any, 140, {1, 0}},
+                                         {pieces, 9, {1, 2, 0}},
+                                         {pieces, 65, {1}},
+                                         {pieces, 140, {1, 0}},
+                                         {pieces, 300, {1, 1, 2, 3}},
+                                         {blocks, 300, {1, 2}},
+                                         {blocks, 300, {1}},
+                                         {blocks, 4500, {1, 1, 2}}}) {
+    SCOPED_TRACE(testing::Message() << "widths of " << c.shape.width() << ", rows " << c.rows);
+    const int64_t rows = c.rows;
+    Problem<TypeParam> problem(c.shape, rows);
+    problem.set_plan(c.slots);
     std::vector<int64_t>& ids = problem.ids;
     for (int64_t i = 0; i < rows; ++i) ids[i] = i * 37 % 100;
     ids[0] = 99;
@@ -197,6 +211,7 @@ TYPED_TEST(CudaKernels, RandomPlansAndTablesStayInsideTheTensors) {
   for (const auto& [shape, rows] : {std::pair<Shape, int64_t>{{40, {24, 300}, {8, 16}, 16, 3}, 70},
                                     {{40, {24, 300}, {8, 16}, 16, 3, Kind::stacked}, 70},
                                     {{40, {24, 300}, {8, 16}, 16, 3, Kind::embedding}, 70},
+                                    {{40, {24, 304}, {8, 16}, 16, 8, Kind::embedding}, 300},
                                     {{40, {24, 304}, {8, 16}, 16, 8}, 20},
                                     {{40, {24, 304}, {8, 16}, 16, 8}, 70},
                                     {{40, {24, 304}, {8, 16}, 16, 8}, 300},
