@@ -54,34 +54,31 @@ def measure(rows: int, adapters: int, rank: int, phase: str, *, with_torch: bool
 
     # Of A the rows differ from call to call, which makes them cold as well.
     a = random(adapters, VOCABULARY, rank)
-    sites = [
-        LoraSite.stacked([a], [random(adapters, WIDTH, rank)], embedding=True)
-        for _ in range(layers)
-    ]
+    bs = [random(adapters, WIDTH, rank) for _ in range(layers)]
+    sites = [LoraSite.stacked([a], [b], embedding=True) for b in bs]
     ids = torch.randint(VOCABULARY, (layers, rows), device="cuda")
     y = random(rows, WIDTH)
     slots = slots_of_rows({"rows": rows, "adapters": adapters, "slots": adapters, "phase": phase})
     plan = StepPlan(rows, adapters + 1, "cuda")
     plan.update(slots, [1] * rows, [1.0] * rows)
     groups = [
-        (slot, torch.tensor([i for i, s in enumerate(slots) if s == slot], device="cuda"))
-        for slot in sorted(set(slots))
+        torch.tensor([i for i, s in enumerate(slots) if s == slot + 1], device="cuda")
+        for slot in range(adapters)
     ]
 
-    def in_torch(y: torch.Tensor, ids: torch.Tensor, site: LoraSite) -> torch.Tensor:
-        for slot, group in groups:
-            for part in site.slices(slot, embedding=True):
-                y.index_add_(0, group, part.a[ids[group]].to(y) @ part.b.T.to(y), alpha=part.scale)
+    def in_torch(y: torch.Tensor, ids: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        for slot, group in enumerate(groups):
+            y.index_add_(0, group, a[slot, ids[group]].to(y) @ b[slot].T.to(y))
         return y
 
-    want = in_torch(y.double(), ids[0], sites[0])
+    want = in_torch(y.double(), ids[0], bs[0])
     error = (lora_embedding_(y.clone(), ids[0], sites[0], plan) - want).norm() / want.norm()
     assert error < 5e-3, f"wrong result: relative error {error:.2e}"
 
     us = graph_us(lambda i: lora_embedding_(y, ids[i], sites[i], plan), layers)
     torch_us = None
     if with_torch:
-        torch_us = graph_us(lambda i: in_torch(y, ids[i], sites[i]), min(layers, 16))
+        torch_us = graph_us(lambda i: in_torch(y, ids[i], bs[i]), min(layers, 16))
     return {
         "rows": rows,
         "adapters": adapters,

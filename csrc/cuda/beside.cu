@@ -8,6 +8,7 @@
 // of the addition: y read and written and the delta read, which is in L2: 0.9 us for gate_up and 32 rows.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -47,24 +48,33 @@ __global__ void __launch_bounds__(kDecodeThreads)
 
   __shared__ PartialSums<1> partial;
   __shared__ int64_t row_index[kDecodeRows];
-  DecodeChunk<T, 1, 4, kIsLong> chunk(weights.a, weights.rank, static_cast<int>(args.site.in_features),
-                                      blockIdx.x, steps);
-  const int g = threadIdx.x % kLanes / 4;
-  const TileRow row = find_row(args.plan, tile, g, args.rows);
-  if (threadIdx.x < kLanes && threadIdx.x % 4 == 0) row_index[g] = row.index;
-  wait_and_zero();
-  float sums[1][4] = {};
-  chunk.multiply(row.index < 0 ? nullptr : static_cast<const T*>(args.x) + row.index * args.x_stride, sums);
-  partial.put(sums);
-  __syncthreads();
+  TileRow row;
+#pragma unroll 1
+  for (int first_rank = 0; first_rank < weights.rank; first_rank += partial.kRanks) {
+    DecodeChunk<T, 1, 4, kIsLong> chunk(weights.a + first_rank * args.site.in_features,
+                                        weights.rank - first_rank, static_cast<int>(args.site.in_features),
+                                        blockIdx.x, steps);
+    if (first_rank == 0) {
+      const int g = threadIdx.x % kLanes / 4;
+      row = find_row(args.plan, tile, g, args.rows);
+      if (threadIdx.x < kLanes && threadIdx.x % 4 == 0) row_index[g] = row.index;
+      wait_and_zero();
+    } else {
+      __syncthreads();  // the sums of the ranks before have been read
+    }
+    float sums[1][4] = {};
+    chunk.multiply(row.index < 0 ? nullptr : static_cast<const T*>(args.x) + row.index * args.x_stride, sums);
+    partial.put(sums);
+    __syncthreads();
 
-  if (threadIdx.x >= partial.kVectors) return;
-  const int64_t to = row_index[threadIdx.x / (partial.kRanks / 4)];
-  const int rank = threadIdx.x % (partial.kRanks / 4) * 4;
-  if (to < 0 || rank >= args.site.max_rank) return;
-  float* const h =
-      args.h + ((blockIdx.x * args.rows + to) * args.site.num_slices + slice) * args.site.max_rank;
-  *reinterpret_cast<float4*>(h + rank) = partial.sum(threadIdx.x);
+    if (threadIdx.x >= partial.kVectors) continue;
+    const int64_t to = row_index[threadIdx.x / (partial.kRanks / 4)];
+    const int rank = first_rank + threadIdx.x % (partial.kRanks / 4) * 4;
+    if (to < 0 || rank >= args.site.max_rank) continue;
+    float* const h =
+        args.h + ((blockIdx.x * args.rows + to) * args.site.num_slices + slice) * args.site.max_rank;
+    *reinterpret_cast<float4*>(h + rank) = partial.sum(threadIdx.x);
+  }
 #endif
 }
 
@@ -162,13 +172,16 @@ int side_of(void* stream, Side* side) {
 
 }  // namespace
 
-// Of higher ranks A and B keep SMs from the GEMM for longer than their latency: measured on an H200, 32 rows
-// of 4 adapters of rank 64 (`python -m bench after-gemm`).
+// A and B keep SMs from the GEMM. On an H200 (`python -m bench after-gemm`) deltas beside it pay at 32 rows
+// of up to 4 adapters of rank 64, cost 3% of a layer with 32 of rank 16, and 8% with 32 of rank 64.
 bool beside_serves(const ApplyArgs& delta) {
-  constexpr int64_t kMaxRank = 16;
+  constexpr int64_t kMaxRank = 64, kRanks = 512;  // of an adapter; of all that a step may have
   const ShrinkArgs& shrink = delta.shrink;
-  return has_tiles(shrink) && shrink.rows <= kBesideRows && shrink.site.max_rank <= kMaxRank &&
-         !is_portable_forced() && shrink_decode_serves(shrink) && expand_serves(delta.expand);
+  const Site& site = shrink.site;
+  const int64_t adapters = std::min(shrink.rows, site.num_slots - 1);
+  return has_tiles(shrink) && shrink.rows <= kBesideRows && site.max_rank <= kMaxRank &&
+         adapters * site.max_rank <= kRanks && !is_portable_forced() && shrink_decode_serves(shrink) &&
+         expand_serves(delta.expand);
 }
 
 int start_cuda(const ApplyArgs& delta, void* stream) {

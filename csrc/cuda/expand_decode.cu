@@ -56,16 +56,21 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #pragma unroll 1
     for (int first_rank = 0; first_rank < weights.rank; first_rank += kRanks) {
       if (kIsLong && first_rank > 0) b.load(weights, warp_column, width, first_rank);
+      const auto rank_of = [&](int q) { return first_rank + first_rank_of_lane<kGroups>(q, t); };
+      float4 values[kGroups];
+#pragma unroll
+      for (int q = 0; q < kGroups; ++q)
+        values[q] = rank_of(q) < end ? load_operand(h + rank_of(q)) : float4{};
+#pragma unroll 1
+      for (int part = 1; kHasParts && part < h_parts; ++part) {
+#pragma unroll
+        for (int q = 0; q < kGroups; ++q) {
+          if (rank_of(q) < end) values[q] = add(values[q], load_operand(h + part * part_values + rank_of(q)));
+        }
+      }
       uint2 hidden[kGroups];
 #pragma unroll
-      for (int q = 0; q < kGroups; ++q) {
-        const int rank = first_rank + first_rank_of_lane<kGroups>(q, t);
-        float4 values = rank < end ? load_operand(h + rank) : float4{};
-#pragma unroll 1
-        for (int part = 1; kHasParts && part < h_parts && rank < end; ++part)
-          values = add(values, load_operand(h + part * part_values + rank));
-        hidden[q] = pack_hidden<T>(values, end - rank);
-      }
+      for (int q = 0; q < kGroups; ++q) hidden[q] = pack_hidden<T>(values[q], end - rank_of(q));
       b.arrange();
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
@@ -96,7 +101,10 @@ int launch_expand(const Args& args, int h_parts, void* stream) {
 // Beyond rank 16 B leaves registers for one block.
 template <typename T>
 int expand(const ExpandArgs& args, int h_parts, void* stream) {
-  if (h_parts > 1) return launch_expand<T, 1, 2, 5, false, true>(args, h_parts, stream);
+  if (h_parts > 1) {
+    return args.site.max_rank <= 16 ? launch_expand<T, 1, 2, 5, false, true>(args, h_parts, stream)
+                                    : launch_expand<T, 4, 1, 4, false, true>(args, h_parts, stream);
+  }
   if (args.site.max_rank <= 16) return launch_expand<T, 1, 2, 5, false>(args, 1, stream);
   if (args.site.max_rank <= 32) return launch_expand<T, 2, 1, 6, false>(args, 1, stream);
   if (args.site.max_rank <= 64) return launch_expand<T, 4, 1, 4, false>(args, 1, stream);

@@ -372,6 +372,13 @@ int expand(const ExpandArgs& args, void* stream) {
   return launch_expand<T, 2, true>(args, stream);
 }
 
+// In the fewest forms that hold B of 64 ranks, and that serve any.
+template <typename T>
+int embed(const EmbeddingArgs& args, void* stream) {
+  return args.site.max_rank <= 64 ? launch_expand<T, 4, false>(args, stream)
+                                  : launch_expand<T, 2, true>(args, stream);
+}
+
 }  // namespace
 
 bool expand_prefill_has_room(const Site& site) {
@@ -384,8 +391,7 @@ int expand_prefill(const ExpandArgs& args, void* stream) {
 }
 
 int embedding_prefill(const EmbeddingArgs& args, void* stream) {
-  return args.site.dtype == DType::bf16 ? launch_expand<__nv_bfloat16, 2, true>(args, stream)
-                                        : launch_expand<__half, 2, true>(args, stream);
+  return args.site.dtype == DType::bf16 ? embed<__nv_bfloat16>(args, stream) : embed<__half>(args, stream);
 }
 
 }  // namespace loramux

@@ -24,7 +24,7 @@ bool apply_decode_serves(const ApplyArgs& args);
 int shrink_decode(const ShrinkArgs& args, void* stream);
 int shrink_prefill(const ShrinkArgs& args, void* stream);
 // h_parts: arrays [rows, num_slices, max_rank] behind one another at args.h, whose sum is h. More than one
-// only at rank 16 and below.
+// only at rank 64 and below.
 int expand_decode(const ExpandArgs& args, int h_parts, void* stream);
 // Whether h of a tile of the site finds room in shared memory.
 bool expand_prefill_has_room(const Site& site);

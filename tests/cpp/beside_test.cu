@@ -86,6 +86,10 @@ TYPED_TEST(CudaBeside, StartAndFinishMatchTheDefinition) {
       {{4096, {8192, 512}, {16, 8}, 16, 0}, 32, {1, 3, 2}, 0},
       {{64, {8192}, {8}, 8, 0}, 32, {2, 0}, 3},
       {{64, {60000}, {8}, 8, 0}, 32, {1, 2, 3}, 0},  // its CTAs go through the tiles
+      // ranks that come after one another
+      {{4104, {1000, 512, 8}, {64, 8, 40, 0}, 64, 8}, 32, {1, 2, 3, 0}, 0},
+      {{14344, {600}, {24, 8}, 24, 0}, 32, {3, 1, 2}, 0},
+      {{64, {40}, {5, 60}, 64, 0, Kind::stacked}, 9, {3, 1}, 3},
   };
   for (const Case& c : cases) {
     SCOPED_TRACE(testing::Message() << "in " << c.shape.in_features << ", rows " << c.rows);
