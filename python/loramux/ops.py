@@ -146,9 +146,10 @@ class StartedDelta(NamedTuple):
 def lora_start(x: torch.Tensor, site: LoraSite, plan: StepPlan) -> StartedDelta:
     """Begin ``lora_apply_`` before its y exists: call it ahead of the GEMM that makes y.
 
-    On a CUDA device the deltas of a step of at most ``BESIDE_ROWS`` rows, over a site of rank 16 at
-    most, are made on a stream of their own, beside what is enqueued on the current stream until
-    ``lora_finish_``. Both can be captured in a CUDA graph. All else is left to ``lora_finish_``.
+    On a CUDA device the deltas of a short step are made on a stream of their own, beside what is
+    enqueued on the current stream until ``lora_finish_``. Both can be captured in a CUDA graph. All
+    else is left to ``lora_finish_``. Short is a step of at most ``BESIDE_ROWS`` rows, over a site
+    of rank 64 at most, where a row's adapter each, or all that have slots, have 512 ranks at most.
 
     Args:
         x: ``[rows, in]``, unit column stride, the dtype of y and of the weights; not written to

@@ -156,10 +156,20 @@ TEST_F(CudaBesideTest, AGraphReplaysTwoSitesWithTheContentOfItsPlan) {
   EXPECT_CUDA(cudaGraphDestroy(graph));
 }
 
-TEST_F(CudaBesideTest, LongStepsAndHighRanksAreLeftToTheOneCall) {
+TEST_F(CudaBesideTest, LongStepsAndManyRanksAreLeftToTheOneCall) {
   EXPECT_TRUE(beside_serves(Halves<__half>({64, {40}, {16}, 16, 0}, 32).args()));
   EXPECT_FALSE(beside_serves(Halves<__half>({64, {40}, {16}, 16, 0}, 33).args()));
-  EXPECT_FALSE(beside_serves(Halves<__half>({64, {40}, {24}, 24, 0}, 32).args()));
+  const auto serves = [](int32_t rank, int64_t rows, int64_t num_slots) {
+    const Halves<__half> halves({64, {40}, {8}, rank, 0}, rows);
+    ApplyArgs args = halves.args();
+    args.shrink.site.num_slots = args.expand.site.num_slots = num_slots;
+    return beside_serves(args);
+  };
+  EXPECT_TRUE(serves(16, 32, 1000));
+  EXPECT_TRUE(serves(64, 32, 9));
+  EXPECT_FALSE(serves(64, 32, 10));
+  EXPECT_TRUE(serves(64, 8, 10));
+  EXPECT_FALSE(serves(72, 1, 2));
   EXPECT_FALSE(beside_serves(Halves<__half>({64, {33}, {16}, 16, 0}, 32).args()));
   EXPECT_FALSE(beside_serves(Halves<float>({64, {40}, {16}, 16, 0}, 32).args()));
   EXPECT_FALSE(beside_serves(Halves<__half>({64, {40}, {16}, 16, 0}, 0).args()));
