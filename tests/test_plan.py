@@ -38,16 +38,15 @@ class Plan:
         self.memory = torch.full((capacity + 2 * MARGIN,), CANARY, dtype=torch.int32)
         self.words = self.memory[MARGIN : MARGIN + capacity]
 
-    def place(self, num_slots: int) -> _host.Place:
-        return _host.Place(MOST_ROWS, num_slots, MARGIN, len(self.words))
+    def planner(self, num_slots: int) -> _host.Planner:
+        place = _host.Place(MOST_ROWS, num_slots, MARGIN, len(self.words))
+        return _host.Planner([place], self.memory.data_ptr())
 
     def write(self, segments: list[Segment], num_slots: int) -> int:
-        [(rows, tiles)] = _host.Planner().plan(
+        [(rows, tiles)] = self.planner(num_slots).plan(
             [slot for slot, _, _ in segments],
             [rows for _, rows, _ in segments],
             [scale for _, _, scale in segments],
-            [self.place(num_slots)],
-            self.memory.data_ptr(),
         )
         assert rows == sum(rows for _, rows, _ in segments)
         return tiles
@@ -181,17 +180,16 @@ def test_a_refusal_says_what_was_found(segments: list[Segment], message: str) ->
 def test_refuses_arguments_that_do_not_belong_together() -> None:
     plan = Plan(64)
     address = plan.memory.data_ptr()
-    planner = _host.Planner()
     with pytest.raises(ValueError, match="found 2, 1 and 1 items"):
-        planner.plan([1, 1], [1], [1.0], [plan.place(5)], address)
+        plan.planner(5).plan([1, 1], [1], [1.0])
     with pytest.raises(ValueError, match="starts on 16 bytes"):
-        planner.plan([1], [1], [1.0], [plan.place(5)], address + 4)
+        _host.Planner([_host.Place(1, 5, MARGIN, 64)], address + 4).plan([1], [1], [1.0])
     with pytest.raises(ValueError, match="multiple of 4 words"):
-        planner.plan([1], [1], [1.0], [_host.Place(1, 5, 0, 63)], address)
+        _host.Planner([_host.Place(1, 5, 0, 63)], address).plan([1], [1], [1.0])
     with pytest.raises(ValueError, match="the step has 2 rows, the plan holds 1: make a larger"):
-        planner.plan([1], [2], [1.0], [_host.Place(1, 5, MARGIN, 64)], address)
+        _host.Planner([_host.Place(1, 5, MARGIN, 64)], address).plan([1], [2], [1.0])
     with pytest.raises(TypeError):
-        planner.plan(["1"], [1], [1.0], [plan.place(5)], address)  # type: ignore[list-item]
+        plan.planner(5).plan(["1"], [1], [1.0])  # type: ignore[list-item]
     for make in (_host.plan_capacity, lambda *shape: _host.Place(*shape, 0, 64)):
         with pytest.raises(ValueError, match="found -1 rows over 5 slots"):
             make(-1, 5)
@@ -233,9 +231,9 @@ def test_a_steps_segments_are_planned_as_its_slots_and_rows(
         8,
     )
     got = Plan(len(want.words))
-    slots, address = [_host.Slot(i) for i in slot_of.values()], got.memory.data_ptr()
+    slots = [_host.Slot(i) for i in slot_of.values()]
     assert step.rows([grouping, 0]) == [sum(rows), sum(length > 0 for _, length, _ in segments)]
-    written = _host.Planner().plan_step(step, slots, [grouping], [got.place(8)], address)
+    written = got.planner(8).plan_step(step, slots, [grouping])
     assert written == [(sum(rows), sum(got.header[:2]))]
     assert torch.equal(got.memory, want.memory)
 
@@ -245,11 +243,11 @@ def test_a_steps_plans_lie_each_in_its_place() -> None:
     groupings = [1, 4, 0]
     alone, together = [Plan(80) for _ in groupings], torch.full((240,), CANARY, dtype=torch.int32)
     places = [_host.Place(MOST_ROWS, 8, start, 80) for start in (160, 0, 80)]
-    planner, slots = _host.Planner(), [_host.Slot(5), _host.Slot(2)]
-    written = planner.plan_step(step, slots, groupings, places, together.data_ptr())
+    slots = [_host.Slot(5), _host.Slot(2)]
+    written = _host.Planner(places, together.data_ptr()).plan_step(step, slots, groupings)
     assert [rows for rows, _ in written] == step.rows(groupings) == [20, 5, 4]
     for grouping, start, plan in zip(groupings, (160, 0, 80), alone, strict=True):
-        planner.plan_step(step, slots, [grouping], [plan.place(8)], plan.memory.data_ptr())
+        plan.planner(8).plan_step(step, slots, [grouping])
         assert torch.equal(together[start : start + 80], plan.words)
 
 
@@ -266,9 +264,9 @@ def test_copies_take_all_that_a_step_wrote(
         end += capacity
     order.shuffle(places)
     words, copied = torch.full((2, end), CANARY, dtype=torch.int32)
-    planner = _host.Planner()
+    planner = _host.Planner(places, words.data_ptr())
     slots, scales = [slot for slot, _, _ in segments], [scale for _, _, scale in segments]
-    planner.plan(slots, rows, scales, places, words.data_ptr())
+    planner.plan(slots, rows, scales)
     copies = planner.copies
     for start, stop in copies:
         assert 0 < stop - start <= (64 << 10) / words.itemsize
@@ -320,7 +318,10 @@ def test_buffers_that_are_not_the_hosts_get_copies() -> None:
 
     here, there = PlanMemory("cpu"), PlanMemory("cpu")
     plans = plans_of(here), plans_of(there)
-    there._staged = torch.zeros_like(there._words)  # as for a device
+    there._words = torch.zeros_like(there._staged)  # as a device's
+    for plan in plans[1]:
+        start = plan.buffer.storage_offset()
+        plan.buffer = there._words[start : start + len(plan.buffer)]
     for segments in (5000, 3, 0, 400):
         want, got = written(here, plans[0], segments), written(there, plans[1], segments)
         assert slots_and_rows(got) == slots_and_rows(want)
@@ -339,8 +340,7 @@ def test_equal_adapters_are_one_whatever_objects_they_are() -> None:
     step = _host.Step([(key, 1, 1.0) for key in keys])
     assert step.adapters == (*names, (1, 2), 2**70)
     plan, slots = Plan(_host.plan_capacity(len(keys), 400)), list(range(1, 303))
-    leased, place = [_host.Slot(i) for i in slots], plan.place(400)
-    _host.Planner().plan_step(step, leased, [1], [place], plan.memory.data_ptr())
+    plan.planner(400).plan_step(step, [_host.Slot(i) for i in slots], [1])
     want = Plan(len(plan.words))
     of = dict(zip(step.adapters, slots, strict=True))
     want.write([(of[key], 1, 1.0) for key in keys], 400)
@@ -363,12 +363,12 @@ def test_a_step_refuses_segments_that_have_no_rows() -> None:
         _host.Step([({}, 1, 1.0)])  # type: ignore[list-item]
     plan, step = Plan(64), _host.Step([("a", 1, 1.0)])
     slot = _host.Slot(1)
-    for slots, places, message in (
-        ([slot, slot], [plan.place(5)], "names 1 adapters; found 2 slots"),
-        ([slot], [], "each row grouping has a place; found 1 and 0"),
+    for slots, groupings, message in (
+        ([slot, slot], [1], "names 1 adapters; found 2 slots"),
+        ([slot], [1, 0], "each row grouping has a place; found 2 and 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            _host.Planner().plan_step(step, slots, [1], places, plan.memory.data_ptr())
+            plan.planner(5).plan_step(step, slots, groupings)
     assert plan.untouched
 
 
@@ -383,8 +383,7 @@ def test_rows_by_adapter_are_the_segments_that_they_form(
     by_segment, by_row = (Plan(_host.plan_capacity(len(rows), 4)) for _ in range(2))
     tiles = by_segment.write(spans, 4)
     adapters = tuple(np.array(rows, dtype=np.int64)) if are_numpy else rows
-    where = [by_row.place(4)], by_row.memory.data_ptr()
-    assert _host.Planner().plan_rows(adapters, slots, *where) == [(len(rows), tiles)]
+    assert by_row.planner(4).plan_rows(adapters, slots) == [(len(rows), tiles)]
     assert torch.equal(by_row.memory, by_segment.memory)
 
 
@@ -398,7 +397,7 @@ def test_rows_by_adapter_are_the_segments_that_they_form(
 def test_a_refused_row_says_which(adapters: list[int], message: str) -> None:
     plan = Plan(64)
     with pytest.raises(ValueError, match=message):
-        _host.Planner().plan_rows(adapters, {0: 0, 1: 9}, [plan.place(4)], plan.memory.data_ptr())
+        plan.planner(4).plan_rows(adapters, {0: 0, 1: 9})
     assert plan.untouched
 
 

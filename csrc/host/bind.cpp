@@ -300,34 +300,33 @@ std::vector<Span> copies_of(std::vector<Span> written) {
 class BoundPlanner {
  public:
   using Written = std::pair<int64_t, int64_t>;  // rows, and tiles
-  using Places = std::vector<Place>;
 
-  std::vector<Written> plan(py::handle slots, py::handle rows, py::handle scales, const Places& places,
-                            uintptr_t address) {
+  BoundPlanner(std::vector<Place> places, uintptr_t address)
+      : places_(std::move(places)), address_(address) {}
+
+  std::vector<Written> plan(py::handle slots, py::handle rows, py::handle scales) {
     const Grouped grouped = read_segments(slots, rows, scales);
-    return write_all([&](size_t) -> const Grouped& { return grouped; }, places, address);
+    return write_all([&](size_t) -> const Grouped& { return grouped; });
   }
 
-  std::vector<Written> plan_rows(py::handle adapters, const py::dict& slots, const Places& places,
-                                 uintptr_t address) {
+  std::vector<Written> plan_rows(py::handle adapters, const py::dict& slots) {
     const Grouped grouped = read_rows(adapters, slots);
-    return write_all([&](size_t) -> const Grouped& { return grouped; }, places, address);
+    return write_all([&](size_t) -> const Grouped& { return grouped; });
   }
 
   std::vector<Written> plan_step(const Step& step, py::handle slot_items,
-                                 const std::vector<int64_t>& groupings, const Places& places,
-                                 uintptr_t address) {
+                                 const std::vector<int64_t>& groupings) {
     const Items items(slot_items);
     if (items.size() != static_cast<int64_t>(step.adapters().size()))
       refuse("the step names ", step.adapters().size(), " adapters; found ", items.size(), " slots");
-    if (groupings.size() != places.size())
-      refuse("each row grouping has a place; found ", groupings.size(), " and ", places.size());
+    if (groupings.size() != places_.size())
+      refuse("each row grouping has a place; found ", groupings.size(), " and ", places_.size());
     std::vector<int32_t> slots(items.size());
     for (int64_t i = 0; i < items.size(); ++i)
       slots[i] = static_cast<int32_t>(py::handle(items[i]).cast<const Slot&>().index);
     std::vector<Grouped> grouped;
     for (const int64_t grouping : groupings) grouped.push_back(step.grouped(grouping, slots));
-    return write_all([&](size_t i) -> const Grouped& { return grouped[i]; }, places, address);
+    return write_all([&](size_t i) -> const Grouped& { return grouped[i]; });
   }
 
   std::vector<Span> copies() const { return copies_of(spans_); }
@@ -335,14 +334,14 @@ class BoundPlanner {
  private:
   // grouped_of(i): the segments of place i. Nothing is written unless all of it can be.
   template <class GroupedOf>
-  std::vector<Written> write_all(const GroupedOf& grouped_of, const Places& places, uintptr_t address) {
-    for (size_t i = 0; i < places.size(); ++i) check(grouped_of(i), places[i], address);
+  std::vector<Written> write_all(const GroupedOf& grouped_of) {
+    for (size_t i = 0; i < places_.size(); ++i) check(grouped_of(i), places_[i]);
     std::vector<Written> written;
     spans_.clear();
-    for (size_t i = 0; i < places.size(); ++i) {
+    for (size_t i = 0; i < places_.size(); ++i) {
       const std::vector<PlanSegment>& segments = grouped_of(i).segments;
-      const Place& place = places[i];
-      auto* words = reinterpret_cast<int32_t*>(address) + place.start;
+      const Place& place = places_[i];
+      auto* words = reinterpret_cast<int32_t*>(address_) + place.start;
       const PlanStatus status = planner_.plan(segments.data(), static_cast<int64_t>(segments.size()),
                                               place.num_slots, words, place.capacity);
       if (status != PlanStatus::ok)
@@ -356,7 +355,7 @@ class BoundPlanner {
     return written;
   }
 
-  static void check(const Grouped& grouped, const Place& place, uintptr_t address) {
+  void check(const Grouped& grouped, const Place& place) const {
     const auto& [max_rows, num_slots, start, capacity] = place;
     for (size_t i = 0; i < grouped.segments.size(); ++i) {
       const auto& [slot, rows, scale] = grouped.segments[i];
@@ -366,7 +365,7 @@ class BoundPlanner {
     }
     if (grouped.rows > max_rows)
       refuse("the step has ", grouped.rows, " rows, the plan holds ", max_rows, ": make a larger plan");
-    address += start * sizeof(int32_t);
+    const uintptr_t address = address_ + start * sizeof(int32_t);
     if (address % alignof(PlanHeader) != 0 || capacity % 4 != 0)
       refuse("a plan's buffer starts on ", alignof(PlanHeader),
              " bytes and holds a multiple of 4 words; found address ", address, " and ", capacity, " words");
@@ -376,6 +375,8 @@ class BoundPlanner {
              " words: give it plan_capacity(", grouped.rows, ", ", num_slots, ") = ", need, " words");
   }
 
+  std::vector<Place> places_;
+  uintptr_t address_;  // of the memory that they are in
   Planner planner_;
   std::vector<Span> spans_;  // that the last step wrote
 };
@@ -499,13 +500,10 @@ PYBIND11_MODULE(_host, m) {
       .def_readonly("capacity", &Place::capacity);
 
   py::class_<BoundPlanner>(m, "Planner")
-      .def(py::init<>())
-      .def("plan", &BoundPlanner::plan, py::arg("slots"), py::arg("rows"), py::arg("scales"),
-           py::arg("places"), py::arg("address"))
-      .def("plan_rows", &BoundPlanner::plan_rows, py::arg("adapters"), py::arg("slots"), py::arg("places"),
-           py::arg("address"))
-      .def("plan_step", &BoundPlanner::plan_step, py::arg("step"), py::arg("slots"), py::arg("groupings"),
-           py::arg("places"), py::arg("address"))
+      .def(py::init<std::vector<Place>, uintptr_t>(), py::arg("places"), py::arg("address"))
+      .def("plan", &BoundPlanner::plan, py::arg("slots"), py::arg("rows"), py::arg("scales"))
+      .def("plan_rows", &BoundPlanner::plan_rows, py::arg("adapters"), py::arg("slots"))
+      .def("plan_step", &BoundPlanner::plan_step, py::arg("step"), py::arg("slots"), py::arg("groupings"))
       .def_property_readonly("copies", &BoundPlanner::copies);
 
   py::class_<Slot>(m, "Slot")

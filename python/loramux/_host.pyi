@@ -113,10 +113,11 @@ class Place:
     def capacity(self) -> int: ...
 
 class Planner:
-    """Writes step plans, into int32 memory at ``address``. Keeps its scratch memory between calls.
+    """Writes step plans into their places in int32 memory at ``address``, which must outlive it.
 
-    Tuples are read in place; other sequences are copied first. For each place come back the rows
-    that were planned, and the plan's tiles: 0 if every row is the base's.
+    Keeps its scratch memory between calls. Tuples are read in place; other sequences are copied
+    first. For each place come back the rows that were planned, and the plan's tiles: 0 if every
+    row is the base's.
 
     Raises:
         ValueError: more rows than a place holds, a slot outside the table, rows that are
@@ -124,7 +125,7 @@ class Planner:
             are left as they were.
     """
 
-    def __init__(self) -> None: ...
+    def __init__(self, places: Sequence[Place], address: int) -> None: ...
     @property
     def copies(self) -> list[tuple[int, int]]:
         """Where the last step wrote, as ``(start, stop)`` in words from ``address`` on.
@@ -134,12 +135,7 @@ class Planner:
         """
 
     def plan(
-        self,
-        slots: Sequence[int],
-        rows: Sequence[int],
-        scales: Sequence[float],
-        places: Sequence[Place],
-        address: int,
+        self, slots: Sequence[int], rows: Sequence[int], scales: Sequence[float]
     ) -> list[tuple[int, int]]:
         """Plan segments in packed order.
 
@@ -152,13 +148,7 @@ class Planner:
             ValueError: sequences of different lengths, or a number that does not fit 32 bits.
         """
 
-    def plan_rows(
-        self,
-        adapters: Sequence[int],
-        slots: Mapping[int, int],
-        places: Sequence[Place],
-        address: int,
-    ) -> list[tuple[int, int]]:
+    def plan_rows(self, adapters: Sequence[int], slots: Mapping[int, int]) -> list[tuple[int, int]]:
         """Plan rows, at scale 1.0, by the adapter of each.
 
         Args:
@@ -170,12 +160,7 @@ class Planner:
         """
 
     def plan_step(
-        self,
-        step: Step,
-        slots: Sequence[Slot],
-        groupings: Sequence[int],
-        places: Sequence[Place],
-        address: int,
+        self, step: Step, slots: Sequence[Slot], groupings: Sequence[int]
     ) -> list[tuple[int, int]]:
         """Plan a step for each of its row groupings, ``slots[i]`` being that of ``adapters[i]``.
 

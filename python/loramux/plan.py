@@ -123,9 +123,8 @@ class PlanMemory:
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
-        self._planner = _host.Planner()
+        self._planner = _host.Planner([], 0)
         self._plans: list[StepPlan] = []
-        self._places: list[_host.Place] = []
         self._words = self._staged = torch.empty(0, dtype=torch.int32, device=self._device)
 
     # Written to by later steps, in inference mode or not: never an inference tensor.
@@ -148,16 +147,16 @@ class PlanMemory:
             staged = torch.zeros(end, dtype=torch.int32, device="cpu")
             for old in (self._words, *(one.scratch for one in self._plans)):
                 old.record_stream(torch.cuda.current_stream(words.device))  # kernels may read them
-        self._places = []  # all steps are refused if what follows is broken off
+        self._planner = _host.Planner([], 0)  # no step is planned if what follows is broken off
         for one, place in zip(plans, places, strict=True):
             one.buffer = words[place.start : place.start + place.capacity]
         plan.max_rows, plan.scratch = max_rows, scratch
         self._plans, self._words, self._staged = list(plans), words, staged
-        self._places = places
+        self._planner = _host.Planner(places, staged.data_ptr())
 
     def close(self) -> None:
         """Give the memory back."""
-        self._places = []
+        self._planner = _host.Planner([], 0)
         for plan in self._plans:
             plan.buffer = plan.scratch = torch.empty(0)
         self._words = self._staged = torch.empty(0)
@@ -175,7 +174,7 @@ class PlanMemory:
             PlanMismatch: as ``StepPlan.update``.
         """
         try:
-            written = method(self._planner, *step, self._places, self._staged.data_ptr())
+            written = method(self._planner, *step)
         except ValueError as error:
             raise PlanMismatch(str(error)) from None
         if self._staged is not self._words:
