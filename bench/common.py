@@ -60,6 +60,12 @@ def slots_of_rows(case: dict[str, Any]) -> list[int]:
     return sorted(slot_of_row) if case["phase"] == "prefill" else slot_of_row
 
 
+def rows_by_slot(slot_of_row: Sequence[int], device: str) -> list[tuple[int, torch.Tensor]]:
+    """The slots that rows name, in order, each with its rows."""
+    slots = torch.tensor(slot_of_row, device=device)
+    return [(slot, (slots == slot).nonzero().flatten()) for slot in sorted(set(slot_of_row))]
+
+
 def arena_sites(
     shape: SiteShape, slots: int, rank: int, layers: int, dtype: torch.dtype, device: str
 ) -> list[LoraSite]:

@@ -25,6 +25,7 @@ from .common import (
     arena_sites,
     gathered_torch,
     grouped_torch,
+    rows_by_slot,
     write_results,
 )
 
@@ -76,7 +77,7 @@ def measure(
     x = torch.randn(rows, shape.width_in, dtype=dtype)
     y = torch.randn(rows, sum(shape.widths), dtype=dtype)
     slot_of_row = torch.tensor(slots)
-    groups = [(slot, (slot_of_row == slot).nonzero().flatten()) for slot in range(1, adapters + 1)]
+    groups = rows_by_slot(slots, "cpu")
     calls: list[list[Call]] = [
         [native(site, plan) for site in sites],
         [grouped_torch(site, groups) for site in sites],

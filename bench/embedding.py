@@ -15,7 +15,7 @@ import torch
 
 from loramux import LoraSite, StepPlan, lora_embedding_
 
-from .common import BYTES_PER_US, COLD_BYTES, graph_us, slots_of_rows, write_results
+from .common import BYTES_PER_US, COLD_BYTES, graph_us, rows_by_slot, slots_of_rows, write_results
 
 WIDTH, VOCABULARY = 4096, 32768
 CASES = [  # rows, adapters, rank, phase
@@ -61,14 +61,11 @@ def measure(rows: int, adapters: int, rank: int, phase: str, *, with_torch: bool
     slots = slots_of_rows({"rows": rows, "adapters": adapters, "slots": adapters, "phase": phase})
     plan = StepPlan(rows, adapters + 1, "cuda")
     plan.update(slots, [1] * rows, [1.0] * rows)
-    groups = [
-        torch.tensor([i for i, s in enumerate(slots) if s == slot + 1], device="cuda")
-        for slot in range(adapters)
-    ]
+    groups = rows_by_slot(slots, "cuda")
 
     def in_torch(y: torch.Tensor, ids: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        for slot, group in enumerate(groups):
-            y.index_add_(0, group, a[slot, ids[group]].to(y) @ b[slot].T.to(y))
+        for slot, group in groups:
+            y.index_add_(0, group, a[slot - 1, ids[group]].to(y) @ b[slot - 1].T.to(y))
         return y
 
     want = in_torch(y.double(), ids[0], bs[0])

@@ -26,6 +26,7 @@ from .common import (
     graph_us,
     grouped_torch,
     relative_error,
+    rows_by_slot,
     slots_of_rows,
     write_results,
 )
@@ -100,10 +101,7 @@ def call_us(
     plan.update(slot_of_row, [1] * rows, [1.0] * rows)
     x = torch.randn(rows, shape.width_in, dtype=dtype, device="cuda")
     y = torch.randn(rows, sum(shape.widths), dtype=dtype, device="cuda")
-    groups = [
-        (slot, torch.tensor([i for i, s in enumerate(slot_of_row) if s == slot], device="cuda"))
-        for slot in sorted(set(slot_of_row))
-    ]
+    groups = rows_by_slot(slot_of_row, "cuda")
     _check(sites[0], x, y, plan, groups)
     count = max(layers, 24)
     h = lora_shrink(x, sites[0], plan)
