@@ -11,7 +11,6 @@ import random
 from collections import deque
 from contextlib import contextmanager, suppress
 from functools import partial
-from statistics import median
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -317,7 +316,6 @@ def test_the_first_layer_is_usable_before_the_image_is_there(wide):
     pool = make(max_slots=1)
     for name in "fe":  # what is timed below are copies alone: the host holds both
         pool.begin_step(LoraStep((Segment(name, ROWS),))).release()
-    shares = []  # of the whole time that the first layer takes
     for name in "fefefef":
         pool._arena.weights.fill_(float("nan"))  # what was not copied yet shows
         torch.cuda.synchronize()
@@ -334,5 +332,4 @@ def test_the_first_layer_is_usable_before_the_image_is_there(wide):
             last.record()
         torch.cuda.synchronize()
         assert torch.equal(got, deltas[name])
-        shares.append(start.elapsed_time(first) / start.elapsed_time(last))
-    assert median(shares) < 0.5  # others may use the GPU at times
+        assert start.elapsed_time(first) < 0.5 * start.elapsed_time(last)
