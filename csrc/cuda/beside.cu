@@ -27,9 +27,10 @@ namespace {
 static_assert(kMaxParts <= kBesideParts && kBesideRows <= kMaxDecodeRowsOfSlot);
 
 // Grid: (parts of K; decode tiles; slices). As shrink_decode_kernel, but the sums of a part go to an array
-// [rows, num_slices, max_rank] of their own behind args.h. Zeroes the delta too, `vectors` of 16 bytes.
-template <typename T, bool kIsLong>
-__global__ void __launch_bounds__(kDecodeThreads)
+// [rows, num_slices, max_rank] of their own behind args.h, 16 ranks after 16 if kHasMore. Zeroes the delta
+// too, `vectors` of 16 bytes.
+template <typename T, bool kIsLong, bool kHasMore>
+__global__ void __launch_bounds__(kDecodeThreads, kIsLong ? 0 : 4)
     shrink_part_kernel(const __grid_constant__ ShrinkArgs args, int steps, uint4* delta, int64_t vectors) {
 #if __CUDA_ARCH__ >= 900
   let_next_kernel_start();
@@ -48,32 +49,36 @@ __global__ void __launch_bounds__(kDecodeThreads)
 
   __shared__ PartialSums<1> partial;
   __shared__ int64_t row_index[kDecodeRows];
-  TileRow row;
-#pragma unroll 1
-  for (int first_rank = 0; first_rank < weights.rank; first_rank += partial.kRanks) {
-    DecodeChunk<T, 1, 4, kIsLong> chunk(weights.a + first_rank * args.site.in_features,
-                                        weights.rank - first_rank, static_cast<int>(args.site.in_features),
-                                        blockIdx.x, steps);
-    if (first_rank == 0) {
-      const int g = threadIdx.x % kLanes / 4;
-      row = find_row(args.plan, tile, g, args.rows);
-      if (threadIdx.x < kLanes && threadIdx.x % 4 == 0) row_index[g] = row.index;
-      wait_and_zero();
-    } else {
-      __syncthreads();  // the sums of the ranks before have been read
-    }
+  const auto chunk_of = [&](int first_rank) {
+    return DecodeChunk<T, 1, 4, kIsLong>(weights.a + first_rank * args.site.in_features,
+                                         weights.rank - first_rank, static_cast<int>(args.site.in_features),
+                                         blockIdx.x, steps);
+  };
+  const auto shrink = [&](auto& chunk, const T* x, int first_rank) {
     float sums[1][4] = {};
-    chunk.multiply(row.index < 0 ? nullptr : static_cast<const T*>(args.x) + row.index * args.x_stride, sums);
+    chunk.multiply(x, sums);
     partial.put(sums);
     __syncthreads();
-
-    if (threadIdx.x >= partial.kVectors) continue;
+    if (threadIdx.x >= partial.kVectors) return;
     const int64_t to = row_index[threadIdx.x / (partial.kRanks / 4)];
     const int rank = first_rank + threadIdx.x % (partial.kRanks / 4) * 4;
-    if (to < 0 || rank >= args.site.max_rank) continue;
+    if (to < 0 || rank >= args.site.max_rank) return;
     float* const h =
         args.h + ((blockIdx.x * args.rows + to) * args.site.num_slices + slice) * args.site.max_rank;
     *reinterpret_cast<float4*>(h + rank) = partial.sum(threadIdx.x);
+  };
+  auto chunk = chunk_of(0);
+  const int g = threadIdx.x % kLanes / 4;
+  const TileRow row = find_row(args.plan, tile, g, args.rows);
+  if (threadIdx.x < kLanes && threadIdx.x % 4 == 0) row_index[g] = row.index;
+  wait_and_zero();
+  const T* const x = row.index < 0 ? nullptr : static_cast<const T*>(args.x) + row.index * args.x_stride;
+  shrink(chunk, x, 0);
+#pragma unroll 1
+  for (int rank = partial.kRanks; kHasMore && rank < weights.rank; rank += partial.kRanks) {
+    auto next = chunk_of(rank);
+    __syncthreads();  // the sums of the ranks before have been read
+    shrink(next, x, rank);
   }
 #endif
 }
@@ -85,8 +90,14 @@ int shrink_parts(const ApplyArgs& args, void* stream) {
   const dim3 grid(decode_parts(shrink.site.in_features), max_decode_tiles(shrink.rows, shrink.site.num_slots),
                   shrink.site.num_slices);
   const int64_t vectors = shrink.rows * args.expand.y_stride * sizeof(T) / 16;
-  return launch(steps <= 4 ? shrink_part_kernel<T, false> : shrink_part_kernel<T, true>, grid, kDecodeThreads,
-                1, stream, 0, shrink, steps, static_cast<uint4*>(args.expand.y), vectors);
+  const auto kernel_of = [&](auto few, auto many) {
+    return shrink.site.max_rank <= kGroupRanks ? few : many;
+  };
+  const auto kernel = steps <= 4
+                          ? kernel_of(shrink_part_kernel<T, false, false>, shrink_part_kernel<T, false, true>)
+                          : kernel_of(shrink_part_kernel<T, true, false>, shrink_part_kernel<T, true, true>);
+  return launch(kernel, grid, kDecodeThreads, 1, stream, 0, shrink, steps, static_cast<uint4*>(args.expand.y),
+                vectors);
 }
 
 struct AddArgs {
