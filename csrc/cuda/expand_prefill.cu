@@ -11,7 +11,6 @@
 #include <cudaTypedefs.h>
 
 #include <algorithm>
-#include <type_traits>
 
 #include "cuda/common.cuh"
 #include "cuda/kernels.h"
@@ -66,7 +65,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
                           int max_tiles, int column_blocks, int stages) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kRanks = kGroups * kGroupRanks;
-  constexpr bool kReadsIds = std::is_same_v<Args, EmbeddingArgs>;
   extern __shared__ unsigned char dynamic_shared[];
   __shared__ Unit<T> units[kMaxStages];
   unsigned char* const ring = dynamic_shared + (-shared_address(dynamic_shared) & 1023);  // y of each stage
@@ -137,8 +135,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
                       width * static_cast<int>(weights.stride * sizeof(T)));
       }
 
-      if (kReadsIds) wait_for_earlier_kernels();
       TileRow found = lane < kUnitRows ? find_row(args.plan, tile, first + lane, args.rows) : TileRow{-1, 0};
+      wait_for_earlier_kernels();
       const int operand = static_cast<int>(find_operand(args, &found));
       const int row = static_cast<int>(found.index);
       const int first_row = __shfl_sync(~0u, row, 0);
@@ -150,7 +148,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       const bool by_rows = !is_run && is_whole && width % kBlockColumns == 0;
       const int bytes =
           by_rows ? __popc(__ballot_sync(~0u, row >= 0)) * kRowBytes : boxes * kBoxBytes;  // that come by box
-      wait_for_earlier_kernels();
       HiddenRows<T, kGroups> hidden_rows;
       const auto operands = find_operands(args, weights, columns.slice);
       hidden_rows.load(operands, operand, weights.rank, 0);
