@@ -56,8 +56,12 @@ inline constexpr int64_t kRowWords = sizeof(GatheredRow) / sizeof(int32_t);
 
 inline constexpr int kDecodeRows = 8;
 inline constexpr int kPrefillRows = 64;
-// A slot with more rows than this in a step is planned in prefill tiles, any other in decode tiles.
-inline constexpr int kMaxDecodeRowsOfSlot = 64;
+inline constexpr int64_t kLongStepRows = 512;
+// A slot with more rows than this in a step of `rows` is planned in prefill tiles, any other in decode tiles:
+// these read its weights anew for every 8 rows, but where they are few they are done sooner.
+constexpr int64_t max_decode_rows_of_slot(int64_t rows) {
+  return rows < kLongStepRows ? 64 : 32;
+}
 
 // ---- Arguments of the kernels. ----
 

@@ -132,7 +132,7 @@ def test_every_adapter_row_is_in_one_tile_of_its_slot(
         for slot, count in tiles_of_slot.items():
             slot_rows = len(rows_of_slot[slot])
             assert count == -(-slot_rows // height)
-            assert (kind is decode) == (slot_rows <= _host.MAX_DECODE_ROWS_OF_SLOT)
+            assert (kind is decode) == (slot_rows <= _host.max_decode_rows_of_slot(total))
     assert {slot: sorted(rows) for slot, rows in planned.items()} == rows_of_slot
 
 

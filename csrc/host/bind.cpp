@@ -467,11 +467,11 @@ PYBIND11_MODULE(_host, m) {
 
   m.attr("DECODE_ROWS") = kDecodeRows;
   m.attr("PREFILL_ROWS") = kPrefillRows;
-  m.attr("MAX_DECODE_ROWS_OF_SLOT") = kMaxDecodeRowsOfSlot;
   m.attr("BLOCK_ALIGN") = kBlockAlign;
   m.attr("RANK_ALIGN") = kRankAlign;
   m.attr("MAX_SLICES") = kMaxSlices;
 
+  m.def("max_decode_rows_of_slot", max_decode_rows_of_slot, py::arg("rows"));
   const auto def_bound = [&m](const char* name, int64_t (*bound)(int64_t, int64_t)) {
     m.def(
         name,

@@ -15,20 +15,24 @@ int64_t ceil_div(int64_t a, int64_t b) {
 
 }  // namespace
 
-// A slot of r <= 64 rows takes ceil(r / 8) tiles: one costs one row, each of seven more costs 8.
+// A slot of r rows takes ceil(r / 8) tiles, while they are decode tiles: one costs one row, each one more 8.
+// A plan for a long step may hold a short one, whose slots may have more of them.
 int64_t max_decode_tiles(int64_t rows, int64_t num_slots) {
   const int64_t adapters = std::max<int64_t>(num_slots - 1, 0);
   if (rows <= adapters) return rows;
-  return std::min(adapters + (rows - adapters) / kDecodeRows,
-                  adapters * (kMaxDecodeRowsOfSlot / kDecodeRows));
+  const int64_t tiles = std::min(adapters + (rows - adapters) / kDecodeRows,
+                                 adapters * (max_decode_rows_of_slot(rows) / kDecodeRows));
+  return rows < kLongStepRows ? tiles : std::max(tiles, max_decode_tiles(kLongStepRows - 1, num_slots));
 }
 
-// A slot of r > 64 rows takes ceil(r / 64) tiles: two cost 65 rows, each one more costs 64.
-static_assert(kMaxDecodeRowsOfSlot == kPrefillRows);
+// A slot of r rows takes ceil(r / 64) tiles, if they are prefill tiles: two cost 65 rows, each one more 64.
+// In a long step another slot can have one tile for 33 rows.
 int64_t max_prefill_tiles(int64_t rows, int64_t num_slots) {
   const int64_t adapters = std::max<int64_t>(num_slots - 1, 0);
   const int64_t pairs = std::min(rows / (kPrefillRows + 1), adapters);
-  return pairs == 0 ? 0 : 2 * pairs + (rows - pairs * (kPrefillRows + 1)) / kPrefillRows;
+  const int64_t left = rows - pairs * (kPrefillRows + 1);
+  if (pairs < adapters && left > max_decode_rows_of_slot(rows)) return 2 * pairs + 1;
+  return pairs == 0 ? 0 : 2 * pairs + left / kPrefillRows;
 }
 
 // A tile of n rows takes 4 words, and 2 n more if it is gathered, which needs n >= 2: at most 4 n in all.
@@ -72,9 +76,10 @@ PlanStatus Planner::plan(const PlanSegment* segments, int64_t count, int64_t num
     rows += segment.rows;
   }
 
+  const int64_t max_decode_rows = max_decode_rows_of_slot(rows);
   int64_t decode_tiles = 0, prefill_tiles = 0;
   for (const Group& group : groups_) {
-    if (group.rows <= kMaxDecodeRowsOfSlot)
+    if (group.rows <= max_decode_rows)
       decode_tiles += ceil_div(group.rows, kDecodeRows);
     else
       prefill_tiles += ceil_div(group.rows, kPrefillRows);
@@ -85,7 +90,7 @@ PlanStatus Planner::plan(const PlanSegment* segments, int64_t count, int64_t num
 
   gathered_at_ = kTileWords * (1 + decode_tiles);
   for (Group& group : groups_) {
-    if (group.rows <= kMaxDecodeRowsOfSlot) {
+    if (group.rows <= max_decode_rows) {
       pack_rows(group, kDecodeRows, decode_tiles_);
     } else {
       split_full_tiles(group);

@@ -12,10 +12,12 @@ from .config import Registration
 
 DECODE_ROWS: Final[int]
 PREFILL_ROWS: Final[int]
-MAX_DECODE_ROWS_OF_SLOT: Final[int]
 BLOCK_ALIGN: Final[int]  # bytes
 RANK_ALIGN: Final[int]
 MAX_SLICES: Final[int]
+
+def max_decode_rows_of_slot(rows: int) -> int:
+    """Rows of a slot, in a step of ``rows`` rows, beyond which they are in prefill tiles."""
 
 def max_decode_tiles(rows: int, num_slots: int) -> int:
     """Most decode tiles of a step of ``rows`` rows over ``num_slots`` slots, slot 0 included.

@@ -59,7 +59,7 @@ TYPED_TEST(CudaBits, BitsOfARowDependOnNothingElse) {
     EXPECT_EQ(is_portable, is_portable_forced() || pad != 0 || sizeof(TypeParam) == 4);
     for (int64_t row = 0; row < kRowsOfBits && is_portable; ++row)
       expect_same_bits(decode[row], prefill[row]);
-    for (const int64_t rows : {int64_t{1}, kRowsOfBits, int64_t{300}}) {
+    for (const int64_t rows : {int64_t{1}, kRowsOfBits, int64_t{300}, int64_t{600}}) {
       for (const std::vector<int32_t>& slots : std::vector<std::vector<int32_t>>{
                {1}, {1, 0}, {1, 2}, {0, 0, 1}, {2, 1, 1, 3, 0}, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1}}) {
         Problem<TypeParam> problem(shape, rows);
@@ -67,8 +67,8 @@ TYPED_TEST(CudaBits, BitsOfARowDependOnNothingElse) {
         EXPECT_CUDA(apply_cuda(problem.args(), stream()));
         const std::vector<TypeParam> got = problem.y.read();
         const auto is_ours = [](const PlanSegment& segment) { return segment.slot == 1; };
-        const bool in_prefill =
-            std::count_if(problem.segments.begin(), problem.segments.end(), is_ours) > kMaxDecodeRowsOfSlot;
+        const bool in_prefill = std::count_if(problem.segments.begin(), problem.segments.end(), is_ours) >
+                                max_decode_rows_of_slot(rows);
         for (int64_t row = 0; row < std::min(rows, kRowsOfBits); ++row) {
           if (problem.segments[row].slot != 1) continue;
           const auto at = got.begin() + row * problem.y_stride + pad;

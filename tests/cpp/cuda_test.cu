@@ -350,14 +350,15 @@ TEST_F(CudaTest, OffsetsAreSixtyFourBitsWide) {
     args.shrink.x = memory;
     args.expand.y = memory + kY;
     args.shrink.x_stride = args.expand.y_stride = stride;
+    const bool is_decode = rows <= max_decode_rows_of_slot(rows);
     const auto portable = [&](TileKind kind) {
       const int error = shrink_portable(kind, args.shrink, stream());
       return error != cudaSuccess ? error : expand_portable(kind, args.expand, stream());
     };
     std::vector<std::function<int()>> forms = {
         [&] { return apply_cuda(args, stream()); },
-        [&] { return portable(rows <= kMaxDecodeRowsOfSlot ? TileKind::decode : TileKind::prefill); }};
-    if (rows <= kMaxDecodeRowsOfSlot && shrink_decode_serves(args.shrink)) {
+        [&] { return portable(is_decode ? TileKind::decode : TileKind::prefill); }};
+    if (is_decode && shrink_decode_serves(args.shrink)) {
       forms.push_back([&] {
         const int error = shrink_decode(args.shrink, stream());
         return error != cudaSuccess ? error : expand_decode(args.expand, 1, stream());

@@ -120,6 +120,15 @@ TEST_F(PlanTest, TheRowsOfASlotInTheStepDecideBetweenDecodeAndPrefill) {
   EXPECT_EQ(prefill_tiles(), (Tiles{gathered({span(1, 0, 32), span(1, 33, 32)}), span(1, 65, 1)}));
 }
 
+TEST_F(PlanTest, ALongStepHasFewerRowsOfASlotInDecodeTiles) {
+  ASSERT_EQ(plan({{1, 33, 1.0f}, {0, 478, 1.0f}}), PlanStatus::ok);
+  EXPECT_EQ(header().decode_tiles, 5);
+  EXPECT_EQ(header().prefill_tiles, 0);
+  ASSERT_EQ(plan({{1, 33, 1.0f}, {2, 32, 1.0f}, {0, 447, 1.0f}}), PlanStatus::ok);
+  EXPECT_EQ(header().decode_tiles, 4);
+  EXPECT_EQ(prefill_tiles(), (Tiles{span(1, 0, 33)}));
+}
+
 TEST_F(PlanTest, PrefillSegmentsGiveFullTilesAndGatherTheirRemainders) {
   ASSERT_EQ(plan({{3, 74, 1.0f}, {2, 1, 1.0f}, {3, 64, 1.0f}, {0, 1, 1.0f}, {3, 124, 0.5f}}), PlanStatus::ok);
   EXPECT_EQ(decode_tiles(), (Tiles{span(2, 74, 1)}));
@@ -173,7 +182,8 @@ TEST_F(PlanTest, APlanDoesNotDependOnTheOnesBefore) {
 }
 
 // most[r]: the most tiles that r rows make when `adapters` slots share them in any way.
-std::vector<int64_t> most_tiles(int64_t max_rows, int64_t adapters, int64_t (*tiles_of_slot)(int64_t)) {
+template <typename TilesOfSlot>
+std::vector<int64_t> most_tiles(int64_t max_rows, int64_t adapters, TilesOfSlot tiles_of_slot) {
   std::vector<int64_t> most(max_rows + 1, 0);
   for (int64_t slot = 0; slot < adapters; ++slot)
     for (int64_t rows = max_rows; rows > 0; --rows)
@@ -183,19 +193,23 @@ std::vector<int64_t> most_tiles(int64_t max_rows, int64_t adapters, int64_t (*ti
 }
 
 TEST(PlanBounds, TileBoundsAreReachedAndNeverExceeded) {
-  const int64_t max_rows = 500;
-  for (int64_t num_slots : {1, 2, 3, 5, 9}) {
-    const auto decode = most_tiles(max_rows, num_slots - 1, [](int64_t rows) {
-      return rows <= kMaxDecodeRowsOfSlot ? (rows + kDecodeRows - 1) / kDecodeRows : 0;
-    });
-    const auto prefill = most_tiles(max_rows, num_slots - 1, [](int64_t rows) {
-      return rows > kMaxDecodeRowsOfSlot ? (rows + kPrefillRows - 1) / kPrefillRows : 0;
-    });
-    for (int64_t rows = 0; rows <= max_rows; ++rows) {
-      EXPECT_EQ(max_decode_tiles(rows, num_slots), decode[rows])
-          << rows << " rows, " << num_slots << " slots";
-      EXPECT_EQ(max_prefill_tiles(rows, num_slots), prefill[rows])
-          << rows << " rows, " << num_slots << " slots";
+  const int64_t max_rows = 2 * kLongStepRows;
+  for (int64_t num_slots : {1, 2, 3, 5, 9, 40}) {
+    int64_t decode = 0, prefill = 0;  // of steps of so many rows or fewer
+    for (const auto& [from, to] : {std::pair{int64_t{0}, kLongStepRows - 1}, {kLongStepRows, max_rows}}) {
+      const int64_t max_decode_rows = max_decode_rows_of_slot(from);
+      const auto decode_tiles = most_tiles(to, num_slots - 1, [&](int64_t rows) {
+        return rows <= max_decode_rows ? (rows + kDecodeRows - 1) / kDecodeRows : 0;
+      });
+      const auto prefill_tiles = most_tiles(to, num_slots - 1, [&](int64_t rows) {
+        return rows > max_decode_rows ? (rows + kPrefillRows - 1) / kPrefillRows : 0;
+      });
+      for (int64_t rows = from; rows <= to; ++rows) {
+        decode = std::max(decode, decode_tiles[rows]);
+        prefill = std::max(prefill, prefill_tiles[rows]);
+        EXPECT_EQ(max_decode_tiles(rows, num_slots), decode) << rows << " rows, " << num_slots << " slots";
+        EXPECT_EQ(max_prefill_tiles(rows, num_slots), prefill) << rows << " rows, " << num_slots << " slots";
+      }
     }
   }
 }
