@@ -47,6 +47,20 @@ class DecodeChunk {
     load_weights();
   }
 
+  // Asks for the weights past those that it holds to be brought into L2.
+  __device__ void prefetch_rest() const {
+    constexpr int kRanks = kGroups * kGroupRanks;
+    constexpr int kLineElements = 128 / sizeof(T);
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    const int first = k_ - lane % 4 * 8 + kSteps * kStepK;
+    const T* const a = a_ - int64_t{in_features_} * (lane / 4);
+    const int lines = (end_ - first + kLineElements - 1) / kLineElements;
+    for (int i = lane; i < lines * kRanks; i += kLanes) {
+      const int rank = i % kRanks;
+      if (rank < ranks_) prefetch_line(a + int64_t{in_features_} * rank + first + i / kRanks * kLineElements);
+    }
+  }
+
   // x: the row of lane g of this warp's lanes 4 g + t, or null. Adds x @ A^T of this chunk to `sums`.
   __device__ void multiply(const T* x, float (&sums)[kGroups][4]) {
     for (int step = 0; true; load_weights()) {

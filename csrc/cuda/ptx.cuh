@@ -78,6 +78,11 @@ __device__ inline uint2 load_weights8(const void* p) {
   return v;
 }
 
+// Asks for a line of 128 bytes to be brought into L2.
+__device__ inline void prefetch_line(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // Written by an earlier kernel, so never before wait_for_earlier_kernels() nor through the non-coherent
 // cache.
 __device__ inline uint4 load16(const void* p) {

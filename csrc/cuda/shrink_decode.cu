@@ -20,6 +20,31 @@ constexpr int loop_ctas(int groups, bool is_long) {
   return groups > 1 ? 2 : is_long ? 3 : 4;
 }
 
+// Asks for weights that come next to be brought into L2, so that memory does not idle between waves of CTAs:
+// of one group of ranks this CTA's share of B, for the expand; else this part of K of A of the next block of
+// ranks.
+template <int kGroups, typename T>
+__device__ void prefetch_next(const SliceWeights<T>& weights, const Site& site, int slice, int first_rank,
+                              int steps) {
+  constexpr int kRanks = kGroups * kGroupRanks;
+  constexpr int64_t kMaxBytes = 16 * 1024;  // of B: more comes too early
+  if constexpr (kGroups == 1) {
+    const int64_t vectors = site.slices[slice].width * weights.stride / (gridDim.x * 8);
+    if (threadIdx.x == 0 && vectors > 0) {
+      prefetch_bulk(weights.b + blockIdx.x * vectors * 8,
+                    static_cast<uint32_t>(min(vectors * 16, kMaxBytes)));
+    }
+  } else {
+    const int in_features = static_cast<int>(site.in_features);
+    const int part = kDecodeWarps * steps * kStepK;
+    const int k = blockIdx.x * part;
+    const int rank = first_rank + kRanks + threadIdx.x;
+    if (threadIdx.x < kRanks && rank < weights.rank && k < in_features) {
+      prefetch_bulk(weights.a + int64_t{in_features} * rank + k, min(part, in_features - k) * sizeof(T));
+    }
+  }
+}
+
 // Grid: (parts of K, one cluster; decode tiles; slices x blocks of kGroups * 16 ranks). If kLoops there may
 // be more tiles, and the clusters go through them.
 template <typename T, int kGroups, int kSteps, bool kIsLong, bool kLoops>
@@ -58,6 +83,8 @@ __global__ void __launch_bounds__(kDecodeThreads, kLoops ? loop_ctas(kGroups, kI
       const int g = threadIdx.x % kLanes / 4;
       const TileRow row = find_row(args.plan, tile, g, args.rows);
       if (threadIdx.x < kLanes && threadIdx.x % 4 == 0) row_index[g] = row.index;
+      if (!kIsLong) prefetch_next<kGroups>(weights, args.site, slice, first_rank, steps);
+      if (kIsLong && kGroups == 1) chunk.prefetch_rest();
       wait_for_earlier_kernels();
       float sums[kGroups][4] = {};
       chunk.multiply(row.index < 0 ? nullptr : static_cast<const T*>(args.x) + row.index * args.x_stride,
