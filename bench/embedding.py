@@ -47,7 +47,7 @@ def measure(rows: int, adapters: int, rank: int, phase: str, *, with_torch: bool
     dtype = torch.bfloat16
     b_bytes = adapters * WIDTH * rank * dtype.itemsize
     vector_bytes, y_bytes = rows * rank * dtype.itemsize, 2 * rows * WIDTH * dtype.itemsize
-    layers = min(math.ceil(COLD_BYTES / (b_bytes + vector_bytes)), 256)
+    layers = min(math.ceil(COLD_BYTES / (b_bytes + vector_bytes)), 2048)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda").uniform_(-0.1, 0.1)

@@ -16,7 +16,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 inline constexpr int64_t kStackedUnit = 16;  // bytes that a table offset counts over stacked tensors
-inline constexpr int64_t kMaxRank = 1 << 20, kMaxWidth = int64_t{1} << 40;  // no product of sizes overflows
+// No product of sizes overflows, and 32 ranks of a slice a time are no more than a grid can have.
+inline constexpr int64_t kMaxRank = 1 << 16, kMaxWidth = int64_t{1} << 40;
 
 inline DType dtype_of(const Tensor& t, const char* name) {
   switch (t.scalar_type()) {

@@ -7,6 +7,8 @@ import dataclasses
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from common import COMPILER, TracedGraph
 from loramux import LoraSite, PlanMismatch, SpecError, StepPlan
@@ -288,6 +290,38 @@ def test_a_copied_site_has_weights_of_its_own():
     assert torch.equal(lora_apply_(y.clone(), x, site, plan), y)
 
 
+def test_a_plan_that_has_grown_serves_no_row_until_it_is_written():
+    site = stacked_site(64, [48], 8, torch.float32)
+    x, y = operands(len(SLOTS), 64, site, torch.float32)
+    plan = StepPlan.for_rows(SLOTS, site.num_slots)
+    plan.reserve(100)
+    with pytest.raises(PlanMismatch, match="got 8 rows, the plan is for 0"):
+        lora_apply_(y, x, site, plan)
+
+
+def test_an_eager_call_reads_an_engines_weights_where_they_are_now():
+    site = stacked_site(64, [48], 8, torch.float32)
+    x, y = operands(len(SLOTS), 64, site, torch.float32)
+    plan = StepPlan.for_rows(SLOTS, site.num_slots)
+    want = lora_apply_(y.clone(), x, site, plan)
+    site.weights[1].data = 2 * site.weights[1]
+    torch.testing.assert_close(lora_apply_(y.clone(), x, site, plan) - y, 2 * (want - y))
+    site.weights[1] = torch.zeros_like(site.weights[1])
+    assert torch.equal(lora_apply_(y.clone(), x, site, plan), y)
+
+
+def test_what_records_a_call_sees_the_sites_tensors():
+    site = stacked_site(64, [48], 8, torch.float32)
+    x, y = operands(len(SLOTS), 64, site, torch.float32)
+    plan = StepPlan.for_rows(SLOTS, site.num_slots)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        lora_apply_(mode.from_tensor(y), mode.from_tensor(x), site, plan)
+    graph = make_fx(lambda y, x: lora_apply_(y, x, site, plan))(y.clone(), x).graph
+    assert [node.target for node in graph.nodes if "lora" in str(node.target)] == [
+        torch.ops.loramux.lora_apply_.default
+    ]
+
+
 class TestTorchContract:
     def calls(self, device):
         site = stacked_site(64, [32, 16], 8, torch.float32, device)
@@ -469,7 +503,7 @@ class TestRefusals:
 
     def test_a_rank_that_no_product_of_sizes_holds(self, call):
         y, x, site, plan = call
-        with pytest.raises(RuntimeError, match=r"max_rank is .*; want 1 to 1048576"):
+        with pytest.raises(RuntimeError, match=r"max_rank is .*; want 1 to 65536"):
             torch.ops.loramux.lora_apply_(
                 y, torch.zeros(64), x, site.weights, site.table, plan.buffer, 0, [48], (1 << 61) + 8
             )

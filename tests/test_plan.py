@@ -300,6 +300,7 @@ def test_plans_that_share_memory_are_written_and_moved_together() -> None:
         assert slots_and_rows(tokens.tiles() + lengths.tiles()) == few
     tokens.reserve(40)
     assert (tokens.max_rows, lengths.max_rows) == (40, 2)
+    assert (tokens.rows, lengths.rows, tokens.base_only, lengths.base_only) == (0, 0, True, True)
     assert buffers[0].data_ptr() != tokens.buffer.data_ptr()
     assert slots_and_rows(write(("a", 3), ("b", 1))) == few
     many = [(5, [0]), (2, list(range(1, 9))), (5, [0]), (2, [1])]

@@ -356,8 +356,13 @@ def test_a_closed_pool_holds_nothing_and_says_so(serve):
     pool = serve({"a": "q"})
     lease = pool.begin_step(LoraStep((Segment("a", 1),)))
     site, plan = pool.site("q", 0), pool.plan(1)
+    x = torch.ones(1, WIDTH, device=pool.device)
+    own = StepPlan.for_rows([1], site.num_slots, pool.device)
+    lora_apply_(torch.zeros_like(x), x, site, own)
     pool.close()
     pool.close()
+    with pytest.raises(RuntimeError, match="weights has no tensor"):
+        lora_apply_(torch.zeros_like(x), x, site, own)
     assert pool.counters["on_host"] == pool.counters["resident"] == []
     assert (site.weights, plan.buffer.numel(), plan.scratch.numel()) == ([], 0, 0)
     for name in ("a", None):
@@ -366,8 +371,10 @@ def test_a_closed_pool_holds_nothing_and_says_so(serve):
     lease.release()
 
 
-def test_a_pool_closes_once_the_installation_under_way_is_done(serve, monkeypatch):
-    pool = serve({"a": "q"})
+@pytest.fixture
+def held_up(serve, monkeypatch):
+    """A pool, and events: an installation is under way; it may go on."""
+    pool = serve({"a": "q", "b": "q"})
     installing, go_on = threading.Event(), threading.Event()
     install = pool._arena.install
 
@@ -377,6 +384,12 @@ def test_a_pool_closes_once_the_installation_under_way_is_done(serve, monkeypatc
         install(plan)
 
     monkeypatch.setattr(pool._arena, "install", slowly)
+    yield pool, installing, go_on
+    go_on.set()
+
+
+def test_a_pool_closes_once_the_installation_under_way_is_done(held_up):
+    pool, installing, go_on = held_up
     with ThreadPoolExecutor(2) as threads:
         step = threads.submit(pool.begin_step, LoraStep((Segment("a", 1),)))
         assert installing.wait(20)
@@ -386,6 +399,23 @@ def test_a_pool_closes_once_the_installation_under_way_is_done(serve, monkeypatc
         closing.result(20)
         with suppress(LoraError):  # the step may find the pool closed
             step.result(20)
+
+
+def test_a_pool_that_is_closing_takes_nothing_more(held_up):
+    pool, installing, go_on = held_up
+    pool.prefetch(["a"])
+    assert installing.wait(20)
+    with ThreadPoolExecutor(1) as threads:
+        closing = threads.submit(pool.close)
+        try:
+            assert not wait([closing], 0.1).done
+            with pytest.raises(PoolExhausted, match="the pool is closed"):
+                pool.prefetch(["b"])
+            with pytest.raises(PoolExhausted, match="the pool is closed"):
+                pool.read(pool.spec.registration("b").path)
+        finally:
+            go_on.set()
+        closing.result(20)
 
 
 def test_weights_lie_on_the_pools_device_whatever_the_default_one_is(serve):

@@ -1,5 +1,6 @@
 // The expand of decode tiles (at most 8 rows of one slot) on sm_90 and later. It is bound by B's bytes and by
-// latency: a warp asks for all of its B before it waits for the kernel that makes h.
+// latency: a warp asks for its B, past rank 64 for that of the first ranks, before it waits for the kernel
+// that makes h.
 //
 // Floor: 2 bytes x rank x width of each adapter's slice, and y read and written, over 4.2 TB/s; gate_up at
 // rank 16 takes 7.9 us for 32 rows of 32 adapters. B goes to registers in 16-byte loads, h comes from L2, y

@@ -1,6 +1,6 @@
 // The shrink of decode tiles (at most 8 rows of one slot) as a kernel of its own, on sm_90 and later. It is
-// bound by A's bytes and by latency: a thread asks for all of its part of A before it waits for the kernel
-// that makes x.
+// bound by A's bytes and by latency: a thread asks for its part of A, of a long K for its beginning, before
+// it waits for the kernel that makes x.
 //
 // Floor: 2 bytes x rank x in_features of each adapter's slice over 4.2 TB/s; qkv at rank 16 and 64
 // adapters 6.0 us. decode.cuh has the data path and the order of the sums; h is written once, by the

@@ -15,9 +15,9 @@ struct PlanSegment {
   float scale;   // the request's own factor on its adapter's delta
 };
 
-// The most that any plan of `rows` rows over `num_slots` slots (slot 0 included) can hold; both counts of
-// tiles are reached by some plan. They size the buffer and the launch grids, which must not depend on the
-// batch.
+// The most that any plan of at most `rows` rows over `num_slots` slots (slot 0 included) can hold; both
+// counts of tiles are reached by some plan. They size the buffer and the launch grids, which must not depend
+// on the batch.
 int64_t max_decode_tiles(int64_t rows, int64_t num_slots);
 int64_t max_prefill_tiles(int64_t rows, int64_t num_slots);
 int64_t plan_capacity(int64_t rows, int64_t num_slots);  // int32 words, a multiple of 4

@@ -227,19 +227,19 @@ class _DeltaHook:
         elif self._is_wanted():
             y = self._rows(output)
             if self.kind == "embedding":
-                lora_embedding_(y, _input(args, kwargs).reshape(-1), self.site, self.plan)
+                ids = _input(args, kwargs).reshape(-1).contiguous()
+                lora_embedding_(y, ids, self.site, self.plan)
             else:
                 lora_apply_(y, _rows_of(args, kwargs), self.site, self.plan)
 
     def _finish(self, output: Any, started: StartedDelta) -> None:
         try:
-            y = self._rows(output)
-        except SpecError:  # what was begun still has to end before its memory is another's
+            lora_finish_(self._rows(output), started)
+        except Exception:  # what was begun still has to end before its memory is another's
             lora_finish_(started.x.new_empty(len(started.x), sum(self.site.widths)), started)
             if output is None:  # the forward has raised
                 return
             raise
-        lora_finish_(y, started)
 
     def _is_wanted(self) -> bool:
         """Whether the step has adapters; their weights of this layer have come then."""
@@ -276,9 +276,10 @@ def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """A linear's input as ``[rows, in]``."""
+    """A linear's input as ``[rows, in]``, of unit column stride."""
     x = _input(args, kwargs)
-    return x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _drop_traced_graphs() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 
 from . import backend
 from .errors import PlanMismatch
@@ -116,10 +117,11 @@ def lora_apply_(y: torch.Tensor, x: torch.Tensor, site: LoraSite, plan: StepPlan
         backend.apply_(y, x, site, plan)
         return y
     scratch = plan.scratch
-    values = rows * len(site.widths) * site.max_rank
-    if scratch.numel() < values:
-        scratch = x.new_empty(values, dtype=torch.float32)
-    if is_eager:
+    if plan.scratch_width < site.scratch_width:
+        scratch = x.new_empty(rows * site.scratch_width, dtype=torch.float32)
+    if is_eager and not _len_torch_dispatch_stack():  # else a tracer would keep addresses
+        if len(site.weights) > 1:
+            site.follow_memory()
         _apply_packed(y, scratch, x, plan.buffer, site.packed)
     else:
         _apply(
@@ -146,10 +148,11 @@ class StartedDelta(NamedTuple):
 def lora_start(x: torch.Tensor, site: LoraSite, plan: StepPlan) -> StartedDelta:
     """Begin ``lora_apply_`` before its y exists: call it ahead of the GEMM that makes y.
 
-    On a CUDA device the deltas of a short step are made on a stream of their own, beside what is
-    enqueued on the current stream until ``lora_finish_``. Both can be captured in a CUDA graph. All
-    else is left to ``lora_finish_``. Short is a step of at most ``BESIDE_ROWS`` rows, over a site
-    of rank 64 at most, where a row's adapter each, or all that have slots, have 512 ranks at most.
+    On sm_90 and later, in half precision, the deltas of a short step are made on a stream of their
+    own, beside what is enqueued on the current stream until ``lora_finish_``. Both can be captured
+    in a CUDA graph. All else is left to ``lora_finish_``. Short is a step of at most
+    ``BESIDE_ROWS`` rows, over a site of rank 64 at most, where a row's adapter each, or all that
+    have slots, have 512 ranks at most.
 
     Args:
         x: ``[rows, in]``, unit column stride, the dtype of y and of the weights; not written to
@@ -172,7 +175,7 @@ def beside_memory(x: torch.Tensor, site: LoraSite) -> tuple[torch.Tensor, torch.
     """The delta and the scratch that the operators of the two halves take for ``x [rows, in]``."""
     delta = x.new_empty(BESIDE_ROWS, sum(site.widths))
     arrays = x.shape[0] + _BESIDE_PARTS * BESIDE_ROWS
-    return delta, x.new_empty(arrays * len(site.widths) * site.max_rank, dtype=torch.float32)
+    return delta, x.new_empty(arrays * site.scratch_width, dtype=torch.float32)
 
 
 def lora_finish_(y: torch.Tensor, started: StartedDelta) -> torch.Tensor:

@@ -60,7 +60,10 @@ class StepPlan:
         self._memory.place(self, max_rows)
 
     def reserve(self, max_rows: int) -> None:
-        """Hold at least ``max_rows`` rows from now on. Growing moves the buffers."""
+        """Hold at least ``max_rows`` rows from now on.
+
+        Growing moves the buffers, those of plans in the same memory too: all must be written anew.
+        """
         if max_rows > self.max_rows:
             self._memory.place(self, max_rows)
 
@@ -130,7 +133,7 @@ class PlanMemory:
     # Written to by later steps, in inference mode or not: never an inference tensor.
     @torch.inference_mode(False)
     def place(self, plan: StepPlan, max_rows: int) -> None:
-        """Give a plan buffers for ``max_rows`` rows. Moves those of the others."""
+        """Give a plan buffers for ``max_rows`` rows. Moves those of the others, and empties all."""
         plans = dict.fromkeys([*self._plans, plan])
         places, end = [], 0
         for one in plans:
@@ -150,6 +153,7 @@ class PlanMemory:
         self._planner = _host.Planner([], 0)  # no step is planned if what follows is broken off
         for one, place in zip(plans, places, strict=True):
             one.buffer = words[place.start : place.start + place.capacity]
+            one.rows, one.base_only = 0, True
         plan.max_rows, plan.scratch = max_rows, scratch
         self._plans, self._words, self._staged = list(plans), words, staged
         self._planner = _host.Planner(places, staged.data_ptr())

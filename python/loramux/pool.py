@@ -138,6 +138,7 @@ class LoraPool(Resource):
         self._groupings = list(self._plans)
         self._slot_of: dict[Registration, Slot] = {}
         self._lock = threading.Lock()
+        self._is_open = True
         self._clock = 0
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loramux-prefetch")
         self._counts = dict.fromkeys(
@@ -253,9 +254,11 @@ class LoraPool(Resource):
             UnknownAdapter: a name that the spec does not serve.
             PoolExhausted: the pool is closed.
         """
-        self._check_open()
-        for registration in [self.spec.registration(name) for name in names]:
-            self._loader.submit(self._prefetch, registration)
+        registrations = [self.spec.registration(name) for name in names]
+        with self._lock:
+            self._check_open()
+            for registration in registrations:
+                self._loader.submit(self._prefetch, registration)
 
     def read(self, path: str) -> LoraImage:
         """Read, check and pack the adapter at ``path``, which need not be registered yet.
@@ -284,20 +287,22 @@ class LoraPool(Resource):
                     self._forget(slot)
 
     def close(self) -> None:
+        with self._lock:
+            self._is_open = False
         self._loader.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             self._arena.close()
             self._plan_memory.close()
             self._store.clear()
             for site in self._sites.values():  # bound modules hold them
-                site.weights.clear()
+                site.close()
             self._sites.clear()
             self._slot_of.clear()
             self._slots.clear()
             self.current, self.active, self.arriving = None, False, False
 
     def _check_open(self) -> None:
-        if not self._slots:
+        if not self._is_open:
             raise PoolExhausted("the pool is closed: build another")
 
     def _read(self, step: LoraStep) -> tuple[_host.Step, list[int]]:

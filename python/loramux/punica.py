@@ -180,7 +180,7 @@ class LayerWrapper:
         of zeros. Its A and B are the site's.
         """
         assert scale == 1.0
-        values = x.shape[0] * len(self.site.widths) * self.site.max_rank
+        values = x.shape[0] * self.site.scratch_width
         _apply(y, x.new_empty(values, dtype=torch.float32), x, *self._where())
 
     def start(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -50,6 +50,7 @@ class LoraSite:
         widths: columns of y per slice.
         max_rank: largest rank any slot may have.
         backend: which implementation the ops use.
+        scratch_width: float32 values of h a row, over all slices.
     """
 
     weights: list[torch.Tensor]
@@ -59,6 +60,10 @@ class LoraSite:
     widths: list[int]
     max_rank: int
     backend: Literal["native", "torch"] = "native"
+    scratch_width: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scratch_width", len(self.widths) * self.max_rank)
 
     @cached_property
     def num_slots(self) -> int:
@@ -72,6 +77,21 @@ class LoraSite:
             self.weights, self.table, self.entry, self.widths, self.in_features, self.max_rank
         )
         return packed
+
+    def follow_memory(self) -> None:
+        """Forget ``packed`` where an engine has given its stacked tensors other memory."""
+        addresses = [weights.data_ptr() for weights in self.weights]
+        if vars(self).get("_addresses") != addresses:
+            self._forget_packed()
+            vars(self)["_addresses"] = addresses
+
+    def close(self) -> None:
+        """Let the weights go: calls from now on are refused."""
+        self.weights.clear()
+        self._forget_packed()
+
+    def _forget_packed(self) -> None:
+        vars(self).pop("packed", None)
 
     def __getstate__(self) -> dict[str, object]:
         """All but ``packed``, which has addresses of these very tensors."""
