@@ -47,6 +47,12 @@ class Items {
 };
 
 int32_t to_int32(const char* name, int64_t i, PyObject* item) {
+#if PY_VERSION_HEX >= 0x030C0000
+  if (PyLong_CheckExact(item)) {  // of one digit, as most are, without a call; a digit has 30 bits
+    const auto* const number = reinterpret_cast<const PyLongObject*>(item);
+    if (PyUnstable_Long_IsCompact(number)) return static_cast<int32_t>(PyUnstable_Long_CompactValue(number));
+  }
+#endif
   int overflow = 0;
   const long value = PyLong_AsLongAndOverflow(item, &overflow);
   if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
