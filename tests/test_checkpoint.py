@@ -29,6 +29,7 @@ from loramux.checkpoint import (
     read_lora_file,
 )
 from loramux.errors import AdapterError
+from loramux.identity import adapter_digest
 from loramux.peft_config import keys_by_module
 
 Q0 = "model.layers.0.self_attn.q_proj"
@@ -93,6 +94,15 @@ class TestNames:
 
 
 class TestFactors:
+    def test_the_values_of_a_lazy_negation_are_taken(self):
+        tensors = factors("a.q")
+        name = next(name for name in tensors if "lora_A" in name)
+        negated = torch._neg_view(tensors[name])
+        assert negated.is_neg()
+        adapter = lora_adapter_from_tensors({**tensors, name: negated}, PLAIN)
+        opposite = lora_adapter_from_tensors({**tensors, name: -tensors[name]}, PLAIN)
+        assert adapter_digest(adapter) == adapter_digest(opposite)
+
     def test_without_sidecar_every_module_needs_its_alpha(self, tmp_path):
         tensors = {**factors("a.q"), **factors("a.k")}
         tensors["base_model.model.a.q.alpha"] = torch.tensor(2.0)

@@ -129,6 +129,12 @@ def test_an_adapter_that_cannot_be_served_is_one_message(saved, capsys, tmp_path
     assert "Traceback" not in err
 
 
+def test_a_prompt_without_a_token_is_refused(saved, capsys):
+    root, _ = saved
+    assert main([*arguments(root), "--prompt=wide:w1", "--prompt=wide: "]) == 2
+    assert "prompts without a token: [' ']" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("extra", "text"),
     [

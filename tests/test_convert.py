@@ -138,7 +138,9 @@ def test_arguments_that_do_not_fit_are_refused(capsys, argv, text):
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("names", ["[]", '{"a": 1}', "{", None])
+@pytest.mark.parametrize(
+    "names", ["[]", '{"a": 1}', "{", '{"a": "b", "a": "c"}', "[" * 200_000, None]
+)
 def test_a_file_of_names_that_is_none_is_refused(tmp_path, capsys, names):
     path = tmp_path / "names.json"
     if names is not None:

@@ -6,8 +6,8 @@ import weakref
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from checkpoints import tiny_llama, write_with_peft
 from loramux import merge
@@ -15,6 +15,7 @@ from loramux.adapter_files import read_safetensors
 from loramux.cli import main
 
 SHARDED = dict(max_shard_size="64KB")
+ADAPTER = "adapter_model.safetensors"
 
 
 def tiny_gpt2() -> GPT2LMHeadModel:
@@ -107,3 +108,83 @@ def test_weights_that_transformers_does_not_load_stay_behind(tmp_path, sizes):
     save_file(tiny_llama().state_dict(), tmp_path / "model" / "consolidated.safetensors")
     assert main(command(tmp_path)) == 0
     assert {file.name for file in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_model_saved_without_its_head_is_merged_as_pefts(tmp_path):
+    model = tiny_gpt2().transformer
+    model.save_pretrained(tmp_path / "model")
+    peft = write_with_peft(
+        tmp_path / "adapter", model, target_modules=["attn.c_proj"], fan_in_fan_out=True
+    )
+    expected = peft.merge_and_unload().state_dict()
+    assert main(command(tmp_path)) == 0
+    merged = AutoModel.from_pretrained(tmp_path / "out").state_dict()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(merged[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_the_single_file_is_merged_where_an_index_lies_beside_it(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "model", **SHARDED)
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    save_file(model.state_dict(), tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    write_with_peft(tmp_path / "adapter")
+    assert main(command(tmp_path)) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(merged.model.norm.weight, model.model.norm.weight)
+
+
+def test_an_adapter_in_the_models_folder_is_not_half_copied(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "model")
+    write_with_peft(tmp_path / "model")
+    assert (
+        main([*command(tmp_path)[:2], f"--adapter={tmp_path / 'model'}", command(tmp_path)[3]]) == 0
+    )
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_copies_of_the_base_are_left_out(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "model")
+    peft = write_with_peft(tmp_path / "adapter", target_modules=["embed_tokens"])
+    peft.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    assert any("base_layer" in name for name in load_file(tmp_path / "adapter" / ADAPTER))
+    assert main(command(tmp_path)) == 0
+
+
+@pytest.mark.parametrize(
+    ("index", "part"),
+    [
+        ("{", "Expecting property name"),
+        ("{}", "'weight_map'"),
+        ("[]", "list indices"),
+        ('{"weight_map": {"a": 1}}', "expected a weight_map"),
+        ('{"weight_map": {"a": "sub/x.safetensors"}}', "not in the folder itself: ['sub/x"),
+        ("[" * 200_000, "nested too deep"),
+    ],
+)
+def test_an_index_that_is_none_is_refused(tmp_path, capsys, index, part):
+    tiny_llama().save_pretrained(tmp_path / "model", **SHARDED)
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(index)
+    write_with_peft(tmp_path / "adapter")
+    assert main(command(tmp_path)) == 2
+    assert part in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("config", ["{}", "{", '{"model_type": "t5"}', '{"model_type": "none"}'])
+@pytest.mark.parametrize("called", ["merge", "inspect", "generate"])
+def test_a_folder_without_such_a_model_is_refused(tmp_path, capsys, config, called):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(config)
+    adapter, model = tmp_path / "adapter", f"--model={tmp_path / 'model'}"
+    write_with_peft(adapter)
+    arguments = {
+        "merge": command(tmp_path),
+        "inspect": ["inspect", str(adapter), model],
+        "generate": ["generate", model, f"--adapter=a={adapter}", "--prompt=a:x"],
+    }[called]
+    assert main(arguments) == 2
+    assert (
+        "expected a folder that transformers' AutoModelForCausalLM loads" in capsys.readouterr().err
+    )

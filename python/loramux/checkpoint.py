@@ -164,7 +164,7 @@ def lora_adapter_from_tensors(
 
     The adapter shares memory with the tensors that are on the CPU.
     """
-    held = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    held = {name: tensor.detach().cpu().resolve_neg() for name, tensor in tensors.items()}
     return _parse(LoraAdapter.path, held, {}, config, convert_keys)
 
 

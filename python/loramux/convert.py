@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from .adapter_files import new_folder, write_safetensors
+from .adapter_files import new_folder, parse_json, write_safetensors
 from .checkpoint import ConvertKeys, LoraAdapter, Tensors, read_lora_file
 from .converters import diffusers, kohya, mlx
 from .errors import AdapterError, SpecError
@@ -55,8 +55,8 @@ def _converter(args: argparse.Namespace) -> ConvertKeys:
 
 def _read_names(path: str) -> dict[str, str]:
     try:
-        with open(path, encoding="utf-8") as file:
-            names = json.load(file)
+        with open(path, "rb") as file:
+            names = parse_json(file.read())
     except (OSError, ValueError) as error:
         raise SpecError(f"--names {path} cannot be read: {error}") from error
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):

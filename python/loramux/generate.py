@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .checkpoint import drop_base_copies
 from .config import LoraStep, Segment
+from .errors import SpecError
 from .modules import ModuleLoraMap, module_lora_spec
 from .pool import LoraPool
 from .runtime import LoraRuntime
+from .skeleton import loading
 
 
 class Row(NamedTuple):
@@ -107,10 +109,16 @@ def until(tokens: Sequence[int], end_tokens: Collection[int]) -> list[int]:
 
 def run(args: argparse.Namespace) -> int:
     """``loramux generate``: a model, adapters and prompts of the user's, one line a prompt."""
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=args.dtype, local_files_only=True
-    ).to(args.device)
-    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    with loading(args.model):
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model, dtype=args.dtype, local_files_only=True
+        ).to(args.device)
+        tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    prompts = [tokenizer(text).input_ids for _, text in args.prompt]
+    if empty := [
+        text for (_, text), tokens in zip(args.prompt, prompts, strict=True) if not tokens
+    ]:
+        raise SpecError(f"prompts without a token: {empty}; expected one at least in each")
     spec = module_lora_spec(
         model.eval(),
         adapters=dict(args.adapter),
@@ -129,8 +137,8 @@ def run(args: argparse.Namespace) -> int:
         )
 
     rows = [
-        Row(name if name in spec.adapters else None, tokenizer(text).input_ids)
-        for name, text in args.prompt
+        Row(name if name in spec.adapters else None, tokens)
+        for (name, _), tokens in zip(args.prompt, prompts, strict=True)
     ]
     end = model.generation_config.eos_token_id
     ends = {end} if isinstance(end, int) else set(end or ())

@@ -11,12 +11,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from .checkpoint import LoraAdapter, LoraModule, Tensors, drop_base_copies, read_lora_file
+from .checkpoint import LoraAdapter, LoraModule, read_lora_file
 from .config import LoraSpec
 from .errors import AdapterError
 from .identity import adapter_digest
 from .store import SlotLayout, pack_image
-from .tensor_names import copied_module
 
 
 @dataclass(frozen=True)
@@ -128,18 +127,11 @@ def _model_spec(folder: str) -> LoraSpec:
 
     Its weights are read only for an adapter that has copies of some, to compare them.
     """
-    from transformers import AutoModelForCausalLM
-
     from .modules import module_lora_spec
-    from .skeleton import load_skeleton
+    from .skeleton import drop_copies_of, load_skeleton
 
-    def drop_copies(tensors: Tensors) -> Tensors:
-        if not any(map(copied_module, tensors)):
-            return tensors
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
-        return drop_base_copies(model.state_dict())(tensors)
-
-    return module_lora_spec(load_skeleton(folder), max_rank=sys.maxsize, convert_keys=drop_copies)
+    skeleton, convert_keys = load_skeleton(folder), drop_copies_of(folder)
+    return module_lora_spec(skeleton, max_rank=sys.maxsize, convert_keys=convert_keys)
 
 
 def _dtype(adapter: LoraAdapter) -> torch.dtype:

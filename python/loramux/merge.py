@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 from collections.abc import Collection, Mapping, MutableMapping
@@ -13,11 +12,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from .adapter_files import new_folder, read_safetensors, write_safetensors
+from .adapter_files import new_folder, parse_json, read_safetensors, write_safetensors
 from .checkpoint import LoraAdapter, LoraModule, read_lora_file
 from .errors import AdapterError
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".msgpack", ".h5", ".gguf")
 
 
@@ -72,33 +72,51 @@ def merge_files(
     with new_folder(out):
         for file in tqdm(files, desc="merge", unit="file"):
             _merge_file(file, adapter, os.path.join(out, file.name), fan_in_fan_out)
+        stale = {"adapter_config.json"}  # of weights that are not copied
+        if files == [Path(model) / _SINGLE]:
+            stale.add(_INDEX)
         for file in Path(model).iterdir():
-            if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES:
+            if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and file.name not in stale:
                 shutil.copy(file, out)
 
 
 def run(args: argparse.Namespace) -> int:
     """``loramux merge``: a transformers model's folder and an adapter's, to a new folder."""
-    from .skeleton import load_skeleton
+    from .skeleton import drop_copies_of, load_skeleton
 
     skeleton = load_skeleton(args.model)
-    adapter = read_lora_file(args.adapter)
+    adapter = read_lora_file(args.adapter, drop_copies_of(args.model))
+    # A model that was saved without its head has its files' names without this.
+    prefix = f"{skeleton.base_model_prefix}."
     parameters = skeleton.named_parameters(remove_duplicate=False)
-    if problems := _tied({name: id(parameter) for name, parameter in parameters}, adapter):
+    identities = {name: id(parameter) for name, parameter in parameters}
+    headless = {name.removeprefix(prefix): identity for name, identity in identities.items()}
+    if problems := _tied(identities, adapter) or _tied(headless, adapter):
         raise AdapterError(args.adapter, problems)
     modules = skeleton.named_modules()
     conv1d = {name for name, module in modules if type(module).__name__ == "Conv1D"}
+    conv1d |= {name.removeprefix(prefix) for name in conv1d}
     merge_files(args.model, adapter, args.out, conv1d)
     return 0
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files that transformers loads. Others beside them may hold the same weights again."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        names = json.loads(index.read_text())["weight_map"].values()
-        return sorted(folder / name for name in set(names))
-    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    index, single = folder / _INDEX, folder / _SINGLE
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = set(parse_json(index.read_bytes())["weight_map"].values())
+        if odd := sorted(name for name in names if os.path.basename(name) != name):
+            raise ValueError(f"files that are not in the folder itself: {odd[:3]}")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise AdapterError(
+            str(index),
+            [f"it has {error}; expected a weight_map to files in the folder: save the model anew"],
+        ) from error
+    return sorted(folder / name for name in names)
 
 
 def _merge_file(
