@@ -418,6 +418,57 @@ def test_a_pool_that_is_closing_takes_nothing_more(held_up):
         closing.result(20)
 
 
+@pytest.mark.parametrize("at", ["reserve", "_wait"])
+def test_a_step_that_begins_as_the_pool_closes_is_refused(serve, monkeypatch, at):
+    pool = serve({"a": "q"})
+    owner = pool.plan(1) if at == "reserve" else pool
+    monkeypatch.setattr(owner, at, lambda *_: pool.close())
+    with pytest.raises(PoolExhausted, match="the pool is closed"):
+        pool.begin_step(LoraStep((Segment("a", 2),)))
+    assert (pool.current, pool.active) == (None, False)
+
+
+def test_a_pool_that_closes_while_an_adapter_is_read_keeps_no_image(serve, monkeypatch):
+    pool = serve({"a": "q"})
+    registration = pool.spec.registration("a")
+    image = pool.read(registration.path)
+    pool.close()
+    pool.adopt(registration, image)
+    assert pool.counters["on_host"] == []
+
+
+def test_a_slot_that_a_failed_installation_forgot_is_freed_with_its_lease(serve, monkeypatch):
+    """Its adapter has another slot by then."""
+    names = dict.fromkeys("abcd", "q") | {"large": "qv"}
+    pool = serve(names, max_slots=6, arena_bytes=4 * MODULE_BYTES)
+    pool.begin_step(LoraStep((Segment("a", 1),))).release()
+    held = pool.begin_step(LoraStep((Segment("b", 1),)))
+    pool.begin_step(LoraStep((Segment("c", 1), Segment("d", 1)))).release()
+    with monkeypatch.context() as patched:
+        patched.setattr(arena.Arena, "_copy", mock.Mock(side_effect=torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            pool.begin_step(LoraStep((Segment("large", 1),)))
+    assert "b" not in [registration.name for registration in pool._slot_of], "it was moved"
+    pool.begin_step(LoraStep((Segment("b", 1),))).release()
+    held.release()
+    assert pool.counters["resident"].count("b") == 1
+    with pool.begin_step(LoraStep((Segment("b", 1),))) as lease:
+        torch.testing.assert_close(deltas(pool, lease, 1)[0], expected("b"), rtol=1e-5, atol=1e-5)
+
+
+def test_a_dtype_that_images_cannot_have_is_refused(serve):
+    with pytest.raises(SpecError, match=r"a pool of torch\.float64; expected one of"):
+        LoraPool.build(serve({"a": "q"}).spec, dtype=torch.float64)
+
+
+def test_a_name_that_is_no_string_is_unknown(serve):
+    pool = serve({"a": "q"})
+    with pytest.raises(UnknownAdapter, match="no adapter '5' is served"):
+        pool.begin_step(LoraStep((Segment(5, 1),)))
+    with pytest.raises(UnknownAdapter, match="no adapter '5' is served"):
+        pool.prefetch([5])
+
+
 def test_weights_lie_on_the_pools_device_whatever_the_default_one_is(serve):
     first = serve({"a": "q", "b": "q"})
     with torch.device("meta"):

@@ -16,6 +16,7 @@ import torch
 
 from checkpoints import VOCAB, tiny_llama, write_with_peft
 from loramux import (
+    LoraPool,
     LoraReqConfig,
     LoraRuntime,
     LoraStep,
@@ -330,6 +331,17 @@ class TestRequests:
         hold.release()
         with pytest.raises(UnknownAdapter, match="neither served nor held"):
             runtime.pools["lora"].begin_step(LoraStep((hold_segment,)))
+
+    def test_a_runtime_that_is_not_built_leaves_no_image(self, deploy, path, tmp_path):
+        runtime = deploy()
+        spec = runtime.pools["lora"].spec
+        spec.add_adapter("a", path("a"))
+        spec.add_adapter("z", str(tmp_path / "none"))
+        pool = LoraPool.build(spec)
+        with pytest.raises(AdapterError, match="none"):
+            LoraRuntime([pool])
+        assert pool.counters["on_host"] == []
+        pool.close()
 
     def test_C100_weights_changed_on_disk_are_refused_and_never_served_under_the_old_root(
         self, deploy, path

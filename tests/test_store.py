@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
+import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -133,6 +135,27 @@ def test_a_registration_without_a_digest_takes_none(tmp_path):
     assert store.get(spec.add_adapter("a", path, digest)).digest == digest
     with pytest.raises(AdapterError, match="the deployment expects 0101"):
         store.get(spec.add_adapter("a", path, b"\1" * 32))
+
+
+def test_an_image_that_nobody_serves_makes_room_first(tmp_path):
+    path = write(tmp_path, llama_tensors())
+    spec = llama_spec(cpu_capacity=2)
+    store = LoraStore(SlotLayout(spec, torch.float32))
+    store.get(spec.add_adapter("a", path))
+    replaced = spec.add_adapter("b", path)
+    image = store.get(replaced)
+    other = spec.add_adapter("b", path, image.digest or read_adapter_digest(spec, path))
+    assert not spec.serves(replaced)
+    store.put(other, image)
+    assert store.names == ["a", "b"]
+
+
+def test_an_adapters_error_goes_from_process_to_process(tmp_path):
+    with pytest.raises(AdapterError) as error:
+        read_lora_file(str(tmp_path))
+    for again in (pickle.loads(pickle.dumps(error.value)), copy.copy(error.value)):
+        assert (type(again), str(again)) == (AdapterError, str(error.value))
+        assert (again.path, again.problems) == (error.value.path, error.value.problems)
 
 
 def test_a_bad_value_in_another_ranks_part_is_refused_with_the_digest(tmp_path):

@@ -410,7 +410,7 @@ py::list release(const py::list& held, const py::object& idle, const py::dict& s
   for (py::handle item : held) {
     Slot& slot = item.cast<Slot&>();
     slot.idle = idle;
-    if (--slot.leases == 0 && find(slot_of, slot.holds) == nullptr) unloaded.append(item);
+    if (--slot.leases == 0 && find(slot_of, slot.holds) != item.ptr()) unloaded.append(item);
   }
   held.attr("clear")();
   return unloaded;

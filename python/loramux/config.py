@@ -124,9 +124,9 @@ class LoraReqConfig(ResourceReqConfig):
             raise UnknownAdapter(unknown_adapter_text(self.adapter, spec.adapters))
 
 
-def unknown_adapter_text(name: str, names: Iterable[str]) -> str:
-    """Say that ``name`` is none of the served ``names``: the nearest of them and a few others."""
-    name, served = name[:_NAME_CHARACTERS], sorted(names)
+def unknown_adapter_text(adapter: object, names: Iterable[str]) -> str:
+    """Say that ``adapter`` is none of the served ``names``: the nearest and a few others."""
+    name, served = str(adapter)[:_NAME_CHARACTERS], sorted(names)
     first = max(0, bisect.bisect(served, name) - _NAMES_COMPARED // 2)
     near = difflib.get_close_matches(name, served[first : first + _NAMES_COMPARED], n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""

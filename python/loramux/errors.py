@@ -34,6 +34,10 @@ class AdapterError(LoraError, ValueError):
             lines += f"\n  and {len(self.problems) - _SHOWN} more"
         super().__init__(f"cannot serve the adapter {path!r}:{lines}")
 
+    def __reduce__(self) -> tuple[type[AdapterError], tuple[str, tuple[str, ...]]]:
+        """From one process to another."""
+        return type(self), (self.path, self.problems)
+
 
 class UnknownAdapter(LoraError, ValueError):
     """A request or step names an adapter that this deployment does not serve."""

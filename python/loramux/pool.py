@@ -220,10 +220,12 @@ class LoraPool(Resource):
             lease._arriving = self._arena.arriving(lease._slots, layerwise=layerwise)
             if not layerwise:
                 self._wait(lease, self.spec.num_layers)
-        except BaseException:
+            self._set_current(lease)
+        except BaseException as error:
             lease.release()
+            if isinstance(error, Exception):
+                self._check_open()
             raise
-        self._set_current(lease)
         return lease
 
     def wait_layer(self, layer: int) -> None:
@@ -293,7 +295,7 @@ class LoraPool(Resource):
         with self._lock:
             self._arena.close()
             self._plan_memory.close()
-            self._store.clear()
+            self._store.close()
             for site in self._sites.values():  # bound modules hold them
                 site.close()
             self._sites.clear()
@@ -321,6 +323,7 @@ class LoraPool(Resource):
 
     def _set_current(self, lease: LoraLease | None) -> None:
         with self._lock:
+            self._check_open()
             self.current, self.active = lease, lease is not None and not lease.base_only
             self.arriving = lease is not None and bool(lease._arriving)
 
@@ -410,7 +413,8 @@ class LoraPool(Resource):
     def _forget(self, slot: Slot) -> None:
         """Let no later step find what a slot holds; it is free once no step leases it."""
         if slot.holds is not None:
-            self._slot_of.pop(slot.holds, None)
+            if self._slot_of.get(slot.holds) is slot:
+                del self._slot_of[slot.holds]
             if slot.leases == 0:
                 self._arena.vacate(slot)
 

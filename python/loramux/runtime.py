@@ -249,6 +249,7 @@ class LoraRuntime:
             else:
                 path = spec.adapters[name]
                 image = pool.read(path)
+                undo.callback(pool.unload, name)  # once the spec is as it was
                 undo.callback(spec.add_adapter, name, path)
                 pool.adopt(spec.add_adapter(name, path, image.digest), image)
             serving[pool] = spec.registration(name)

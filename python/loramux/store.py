@@ -68,6 +68,8 @@ class SlotLayout:
     def __init__(self, spec: LoraSpec, dtype: torch.dtype, rank: int = 0, world_size: int = 1):
         if not 0 <= rank < world_size:
             raise SpecError(f"rank {rank} is none of the {world_size} from 0 on")
+        if dtype not in DTYPE_CODES:
+            raise SpecError(f"a pool of {dtype}; expected one of {list(DTYPE_CODES)}")
         self.spec, self.dtype, self.rank, self.world_size = spec, dtype, rank, world_size
         self.max_rank = padded_rank(spec.max_rank)
         local = {name: target.shard(world_size) for name, target in spec.targets.items()}
@@ -349,6 +351,7 @@ class LoraStore:
         self._pin = pin
         self._lock = threading.Lock()
         self._images: OrderedDict[Registration, LoraImage] = OrderedDict()
+        self._is_closed = False
         self._loading: dict[Registration, Future[LoraImage]] = {}
         self.load_seconds = 0.0
 
@@ -399,8 +402,12 @@ class LoraStore:
     def put(self, registration: Registration, image: LoraImage) -> None:
         """Keep an image, unless its adapter was unloaded while it was read."""
         with self._lock:
-            if self._layout.spec.serves(registration):
+            serves = self._layout.spec.serves
+            if serves(registration) and not self._is_closed:
                 self._images[registration] = image
+            if len(self._images) > self._layout.spec.cpu_capacity:
+                for stale in [held for held in self._images if not serves(held)]:
+                    del self._images[stale]
             while len(self._images) > self._layout.spec.cpu_capacity:
                 self._images.popitem(last=False)
 
@@ -411,9 +418,10 @@ class LoraStore:
                 if not self._layout.spec.serves(registration):
                     del self._images[registration]
 
-    def clear(self) -> None:
-        """Forget all images."""
+    def close(self) -> None:
+        """Forget all images, and keep no more of them."""
         with self._lock:
+            self._is_closed = True
             self._images.clear()
 
     @property
