@@ -138,9 +138,7 @@ def test_the_single_file_is_merged_where_an_index_lies_beside_it(tmp_path):
 def test_an_adapter_in_the_models_folder_is_not_half_copied(tmp_path):
     tiny_llama().save_pretrained(tmp_path / "model")
     write_with_peft(tmp_path / "model")
-    assert (
-        main([*command(tmp_path)[:2], f"--adapter={tmp_path / 'model'}", command(tmp_path)[3]]) == 0
-    )
+    assert main([*command(tmp_path), f"--adapter={tmp_path / 'model'}"]) == 0
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 

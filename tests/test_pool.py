@@ -384,8 +384,7 @@ def held_up(serve, monkeypatch):
         install(plan)
 
     monkeypatch.setattr(pool._arena, "install", slowly)
-    yield pool, installing, go_on
-    go_on.set()
+    return pool, installing, go_on
 
 
 def test_a_pool_closes_once_the_installation_under_way_is_done(held_up):
@@ -428,7 +427,7 @@ def test_a_step_that_begins_as_the_pool_closes_is_refused(serve, monkeypatch, at
     assert (pool.current, pool.active) == (None, False)
 
 
-def test_a_pool_that_closes_while_an_adapter_is_read_keeps_no_image(serve, monkeypatch):
+def test_a_pool_that_closes_while_an_adapter_is_read_keeps_no_image(serve):
     pool = serve({"a": "q"})
     registration = pool.spec.registration("a")
     image = pool.read(registration.path)

@@ -114,10 +114,8 @@ def run(args: argparse.Namespace) -> int:
             args.model, dtype=args.dtype, local_files_only=True
         ).to(args.device)
         tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
-    prompts = [tokenizer(text).input_ids for _, text in args.prompt]
-    if empty := [
-        text for (_, text), tokens in zip(args.prompt, prompts, strict=True) if not tokens
-    ]:
+    prompts = [(name, text, tokenizer(text).input_ids) for name, text in args.prompt]
+    if empty := [text for _, text, tokens in prompts if not tokens]:
         raise SpecError(f"prompts without a token: {empty}; expected one at least in each")
     spec = module_lora_spec(
         model.eval(),
@@ -136,10 +134,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=model.dtype,
         )
 
-    rows = [
-        Row(name if name in spec.adapters else None, tokens)
-        for (name, _), tokens in zip(args.prompt, prompts, strict=True)
-    ]
+    rows = [Row(name if name in spec.adapters else None, tokens) for name, _, tokens in prompts]
     end = model.generation_config.eos_token_id
     ends = {end} if isinstance(end, int) else set(end or ())
     pool = runtime.pools[spec.resource_key]

@@ -55,7 +55,8 @@ def merge_files(
     """Write the model in the folder ``model`` to the new folder ``out``, the adapter merged.
 
     One safetensors file of the model is in memory at a time. What else is in the folder is copied
-    last, folders and other files of weights excepted: what a failure leaves has no config.
+    last, folders, other files of weights and what describes them excepted: what a failure leaves
+    has no config.
 
     Args:
         fan_in_fan_out: as for :func:`merge_adapter`.

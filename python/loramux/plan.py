@@ -42,6 +42,8 @@ class StepPlan:
     """
 
     max_rows: int
+    rows: int
+    base_only: bool
     buffer: torch.Tensor
     scratch: torch.Tensor
 
@@ -54,8 +56,6 @@ class StepPlan:
         memory: PlanMemory | None = None,
     ) -> None:
         self.num_slots, self.scratch_width = num_slots, scratch_width
-        self.rows = 0
-        self.base_only = True
         self._memory = memory or PlanMemory(device)
         self._memory.place(self, max_rows)
 

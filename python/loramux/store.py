@@ -351,7 +351,7 @@ class LoraStore:
         self._pin = pin
         self._lock = threading.Lock()
         self._images: OrderedDict[Registration, LoraImage] = OrderedDict()
-        self._is_closed = False
+        self._is_open = True
         self._loading: dict[Registration, Future[LoraImage]] = {}
         self.load_seconds = 0.0
 
@@ -402,26 +402,22 @@ class LoraStore:
     def put(self, registration: Registration, image: LoraImage) -> None:
         """Keep an image, unless its adapter was unloaded while it was read."""
         with self._lock:
-            serves = self._layout.spec.serves
-            if serves(registration) and not self._is_closed:
+            if self._layout.spec.serves(registration) and self._is_open:
                 self._images[registration] = image
             if len(self._images) > self._layout.spec.cpu_capacity:
-                for stale in [held for held in self._images if not serves(held)]:
-                    del self._images[stale]
+                self._drop_unserved(list(self._images))
             while len(self._images) > self._layout.spec.cpu_capacity:
                 self._images.popitem(last=False)
 
     def drop(self, name: str) -> None:
         """Forget the images of ``name`` that the spec no longer serves."""
         with self._lock:
-            for registration in [r for r in self._images if r.name == name]:
-                if not self._layout.spec.serves(registration):
-                    del self._images[registration]
+            self._drop_unserved([held for held in self._images if held.name == name])
 
     def close(self) -> None:
         """Forget all images, and keep no more of them."""
         with self._lock:
-            self._is_closed = True
+            self._is_open = False
             self._images.clear()
 
     @property
@@ -429,6 +425,12 @@ class LoraStore:
         """Adapters held, least recently used first."""
         with self._lock:
             return [registration.name for registration in self._images]
+
+    def _drop_unserved(self, held: Iterable[Registration]) -> None:
+        """Of these, the images that the spec no longer serves. The lock is held."""
+        for registration in held:
+            if not self._layout.spec.serves(registration):
+                del self._images[registration]
 
     def _load(self, registration: Registration) -> LoraImage:
         if registration.digest is None:
