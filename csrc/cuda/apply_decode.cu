@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kDecodeThreads) apply_decode_kernel(const __gr
     for (int p = 0; p < kMaxParts; ++p) {
       if (p < args.parts) h = add(h, *reinterpret_cast<const float4*>(&received[p][g][rank]));
     }
-    hidden[q] = pack_hidden<T>(h, weights.rank - rank);
+    hidden[q] = pack_operand<T>(h, weights.rank - rank);
   }
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {

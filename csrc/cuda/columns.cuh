@@ -142,23 +142,27 @@ class BColumns {
   uint4 values_[kBlocks][kTiles][kVectors];
 };
 
-// Four ranks of an operand.
+// Four ranks of an operand as they lie there: nothing may wait for one load before the next is asked for.
 __device__ inline float4 load_operand(const float* h) {
   return *reinterpret_cast<const float4*>(h);
 }
 
 template <typename T>
-__device__ inline float4 load_operand(const T* a) {
-  const uint2 pairs = *reinterpret_cast<const uint2*>(a);
-  const float2 low = unpack2<T>(pairs.x), high = unpack2<T>(pairs.y);
-  return {low.x, low.y, high.x, high.y};
+__device__ inline uint2 load_operand(const T* a) {
+  return *reinterpret_cast<const uint2*>(a);
 }
 
-// Four values of a row of h rounded to T, zeros in place of all but the first `left`.
+// Those four rounded to T, zeros in place of all but the first `left`.
 template <typename T>
-__device__ inline uint2 pack_hidden(float4 h, int left) {
+__device__ inline uint2 pack_operand(float4 h, int left) {
   return {pack2<T>(left > 0 ? h.x : 0.f, left > 1 ? h.y : 0.f),
           pack2<T>(left > 2 ? h.z : 0.f, left > 3 ? h.w : 0.f)};
+}
+
+template <typename T>
+__device__ inline uint2 pack_operand(uint2 a, int left) {
+  const uint4 masked = mask_ranks({a.x, a.y, 0, 0}, 0, left);
+  return {masked.x, masked.y};
 }
 
 // Eight neighbours of a row of y with the delta added, rounded once. The row's sums are those at `even` and

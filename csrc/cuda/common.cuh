@@ -92,8 +92,9 @@ __device__ SliceWeights<T> find_slice(const Site& site, int32_t slot, int slice)
 }
 
 // What an expand multiplies B by: rows of h, or vectors of an embedding's A. `stride` elements apart.
-template <typename Element>
+template <typename T>
 struct Operands {
+  using Element = T;
   const Element* data;
   int stride;
 };

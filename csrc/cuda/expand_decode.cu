@@ -58,20 +58,25 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     for (int first_rank = 0; first_rank < weights.rank; first_rank += kRanks) {
       if (kIsLong && first_rank > 0) b.load(weights, warp_column, width, first_rank);
       const auto rank_of = [&](int q) { return first_rank + first_rank_of_lane<kGroups>(q, t); };
-      float4 values[kGroups];
+      decltype(load_operand(h)) values[kGroups];
 #pragma unroll
-      for (int q = 0; q < kGroups; ++q)
-        values[q] = rank_of(q) < end ? load_operand(h + rank_of(q)) : float4{};
+      for (int q = 0; q < kGroups; ++q) {
+        values[q] = {};
+        if (rank_of(q) < end) values[q] = load_operand(h + rank_of(q));
+      }
+      if constexpr (kHasParts) {
 #pragma unroll 1
-      for (int part = 1; kHasParts && part < h_parts; ++part) {
+        for (int part = 1; part < h_parts; ++part) {
 #pragma unroll
-        for (int q = 0; q < kGroups; ++q) {
-          if (rank_of(q) < end) values[q] = add(values[q], load_operand(h + part * part_values + rank_of(q)));
+          for (int q = 0; q < kGroups; ++q) {
+            if (rank_of(q) < end)
+              values[q] = add(values[q], load_operand(h + part * part_values + rank_of(q)));
+          }
         }
       }
       uint2 hidden[kGroups];
 #pragma unroll
-      for (int q = 0; q < kGroups; ++q) hidden[q] = pack_hidden<T>(values[q], end - rank_of(q));
+      for (int q = 0; q < kGroups; ++q) hidden[q] = pack_operand<T>(values[q], end - rank_of(q));
       b.arrange();
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {

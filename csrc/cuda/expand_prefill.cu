@@ -4,19 +4,19 @@
 //
 // Floor: y read and written over 4.2 TB/s; gate_up takes 224 us for 8192 rows. One warp reads the plan,
 // rounds h and has the copy engine fetch y of the units to come into a ring in shared memory, past the ends
-// of tiles. The others keep B of 64 columns each in registers while slot and columns stay; they add to y
-// where it lies in the ring and have the copy engine store it from there. Rows that do not follow one another
-// come one by one and go by 16 bytes; columns that are no whole block come by 16 bytes too. An embedding has
-// its vectors of A in the place of h.
-#include <cudaTypedefs.h>
-
+// of tiles, and ahead of y of another slot or block of columns B, in parts the size of a unit's y. The others
+// keep B of 64 columns each in registers; they add to y where it lies in the ring and have the copy engine
+// store it from there. Rows that do not follow one another come one by one and go by 16 bytes; columns that
+// are no whole block come by 16 bytes too. An embedding has its vectors of A in the place of h.
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/common.cuh"
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/rows16.cuh"
+#include "cuda/y_maps.cuh"
 #include "host/plan.h"
 
 namespace loramux {
@@ -25,20 +25,13 @@ namespace {
 constexpr int kWarps = 8;  // that compute
 constexpr int kCtaColumns = kWarps * kBlockColumns;
 constexpr int kThreads = (kWarps + 1) * kLanes;
-constexpr int kCtas = 2;  // to an SM
 constexpr int kTileUnits = kPrefillRows / kUnitRows;
 constexpr int kBlockBytes = kBlockColumns * 2;
 constexpr int kBoxBytes = kUnitRows * kBlockBytes;  // y of a warp
 constexpr int kRowBytes = kCtaColumns * 2;
-constexpr int kMaxStages = 3;  // more leave the L1 cache less
+constexpr int kMaxStages = 6;  // to an SM: with more y is no faster
 static_assert(kPrefillRows % kUnitRows == 0 && kUnitRows <= kLanes && kBoxBytes % 1024 == 0 &&
               kRowBytes % 1024 == 0);
-
-struct YMaps {
-  CUtensorMap box;     // y of a warp: 16 rows of 64 columns
-  CUtensorMap blocks;  // y of kWarps warps, where columns are counted in whole blocks
-  CUtensorMap row;     // one row of those
-};
 
 // A stage of the ring, beside its y and h.
 template <typename T>
@@ -47,8 +40,9 @@ struct alignas(16) Unit {
   uint64_t full;   // its y and h have come,
   uint64_t empty;  // and every lane that computes is done with it
   SliceWeights<T> weights;
-  bool is_new;   // weights or columns are others than those of the unit before
-  bool is_last;  // nothing but this is set
+  bool is_new;         // weights or columns are others than those of the unit before
+  bool is_last;        // nothing but this is set
+  int b_begin, b_end;  // warps whose B lies in the place of y; none: y does
   int slice;
   int column;          // the CTA's first within the slice
   int boxes;           // warps whose y is a whole box
@@ -57,18 +51,24 @@ struct alignas(16) Unit {
   float factor[kUnitRows];
 };
 
+// CTAs to an SM: B of more than 64 ranks takes its registers twice.
+constexpr int num_ctas(int groups) {
+  return groups <= 4 ? 2 : 1;
+}
+
 // kGroups groups of ranks are held in registers. If kIsLong there may be more: they are read for every unit.
 // max_tiles: what the plan holds of it, only the device knows. column_blocks: of kCtaColumns columns.
 template <typename Args, typename T, int kGroups, bool kIsLong>
-__global__ void __launch_bounds__(kThreads, kCtas)
+__global__ void __launch_bounds__(kThreads, num_ctas(kGroups))
     expand_prefill_kernel(const __grid_constant__ Args args, const __grid_constant__ YMaps y_maps,
                           int max_tiles, int column_blocks, int stages) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kRanks = kGroups * kGroupRanks;
+  static_assert(kIsLong || kBlockColumns * kRanks * 2 <= kWarps * kBoxBytes);
   extern __shared__ unsigned char dynamic_shared[];
   __shared__ Unit<T> units[kMaxStages];
   unsigned char* const ring = dynamic_shared + (-shared_address(dynamic_shared) & 1023);  // y of each stage
-  const int hidden_vectors = HiddenRows<T, kGroups>::vectors(args.site.max_rank);         // of a stage
+  const int stage_vectors = hidden_vectors<kGroups>(args.site.max_rank);                  // of h
   uint4* const hidden = reinterpret_cast<uint4*>(ring + stages * kWarps * kBoxBytes);
   const int warp = __shfl_sync(~0u, threadIdx.x / kLanes, 0);
   const int lane = threadIdx.x % kLanes;
@@ -108,6 +108,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     ColumnRange columns{};
     int weights_block = -1, weights_slot = 0;
     bool is_new = false;
+    // Every lane's own arrival shows what it wrote of h.
+    const auto arrive_full = [&](Unit<T>& unit, int bytes) {
+      lane == 0 ? arrive_and_expect(&unit.full, bytes) : arrive(&unit.full);
+    };
     for (; left > 0; --left, ++at) {
       if (at == block_units) {
         at = 0;
@@ -130,9 +134,32 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       if (weights.rank == 0) continue;
       const Slice& slice = args.site.slices[columns.slice];
       const int width = min(static_cast<int>(slice.width) - columns.first, kCtaColumns);
-      if (is_new && lane == 0) {
-        prefetch_bulk(weights.b + columns.first * weights.stride,
-                      width * static_cast<int>(weights.stride * sizeof(T)));
+      const T* const b = weights.b + columns.first * weights.stride;
+      const int row_bytes = static_cast<int>(weights.stride * sizeof(T));
+      if constexpr (kIsLong) {
+        if (is_new && lane == 0) prefetch_bulk(b, width * row_bytes);
+      } else {
+        // B of as many warps as fit where a unit's y lies.
+        const int warps = min(kWarps * kBoxBytes / (kBlockColumns * row_bytes), kWarps);
+        for (int first = 0; is_new && first * kBlockColumns < width; first += warps) {
+          Unit<T>& unit = units[stage];
+          wait_for_cta_phase(&unit.empty, parity ^ 1);
+          const int from = first * kBlockColumns;
+          const int bytes = min(width - from, warps * kBlockColumns) * row_bytes;
+          if (lane == 0) {
+            unit.weights = weights;
+            unit.is_last = false;
+            unit.b_begin = first;
+            unit.b_end = first + warps;
+            unit.slice = columns.slice;
+            unit.column = columns.first;
+            arrive(&unit.known);
+            load_bulk(ring + stage * kWarps * kBoxBytes, b + from * weights.stride, bytes, &unit.full);
+          }
+          arrive_after_copies(&unit.full);
+          arrive_full(unit, bytes);
+          advance();
+        }
       }
 
       TileRow found = lane < kUnitRows ? find_row(args.plan, tile, first + lane, args.rows) : TileRow{-1, 0};
@@ -148,8 +175,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       const bool by_rows = !is_run && is_whole && width % kBlockColumns == 0;
       const int bytes =
           by_rows ? __popc(__ballot_sync(~0u, row >= 0)) * kRowBytes : boxes * kBoxBytes;  // that come by box
-      HiddenRows<T, kGroups> hidden_rows;
       const auto operands = find_operands(args, weights, columns.slice);
+      HiddenRows<T, typename decltype(operands)::Element, kGroups> hidden_rows;
       hidden_rows.load(operands, operand, weights.rank, 0);
       Unit<T>& unit = units[stage];
       wait_for_cta_phase(&unit.empty, parity ^ 1);
@@ -161,6 +188,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         unit.weights = weights;
         unit.is_new = is_new;
         unit.is_last = false;
+        unit.b_begin = unit.b_end = 0;
         unit.slice = columns.slice;
         unit.column = columns.first;
         unit.boxes = boxes;
@@ -196,17 +224,12 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         }
       }
       arrive_after_copies(&unit.full);
-      hidden_rows.put(hidden + stage * hidden_vectors, weights.rank, 0);
+      hidden_rows.put(hidden + stage * stage_vectors, weights.rank, 0);
       for (int rank = kRanks; kIsLong && rank < weights.rank; rank += kRanks) {
         hidden_rows.load(operands, operand, weights.rank, rank);
-        hidden_rows.put(hidden + stage * hidden_vectors, weights.rank, rank);
+        hidden_rows.put(hidden + stage * stage_vectors, weights.rank, rank);
       }
-      // Every lane's own arrival shows what it wrote of h.
-      if (lane == 0) {
-        arrive_and_expect(&unit.full, bytes);
-      } else {
-        arrive(&unit.full);
-      }
+      arrive_full(unit, bytes);
       is_new = false;
       advance();
     }
@@ -221,6 +244,15 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const int g = lane / 4;
   const int t = lane % 4;
   int last_stage = -1;
+  const auto leave_unit = [&] {
+    if (lane == 0) {
+      commit_bulk();
+      wait_for_bulk_reads_but_one();
+    }
+    if (last_stage >= 0) arrive(&units[last_stage].empty);
+    last_stage = stage;
+    advance();
+  };
   BHalves<T, kGroups> b;
   for (;;) {
     Unit<T>& unit = units[stage];
@@ -229,15 +261,27 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     const Slice& slice = args.site.slices[unit.slice];
     const int width = static_cast<int>(slice.width);
     const int warp_column = unit.column + warp * kBlockColumns;
+    unsigned char* const place = ring + stage * kWarps * kBoxBytes;
+    if (!kIsLong && unit.b_end > unit.b_begin) {
+      if (warp >= unit.b_begin && warp < unit.b_end) {
+        wait_for_cta_phase(&unit.full, parity);
+        const int64_t first = (warp - unit.b_begin) * kBlockColumns * unit.weights.stride;
+        b.template load<true>(reinterpret_cast<const T*>(place) + first, unit.weights, width - warp_column,
+                              0);
+      }
+      leave_unit();
+      continue;
+    }
     // This warp's y in pieces of 16 bytes. The copy engine turns those of a row by the place of its 128
     // bytes.
     const bool by_rows = unit.by_rows;
-    uint4* const y = reinterpret_cast<uint4*>(ring + stage * kWarps * kBoxBytes +
-                                              warp * (by_rows ? kBlockBytes : kBoxBytes));
+    uint4* const y = reinterpret_cast<uint4*>(place + warp * (by_rows ? kBlockBytes : kBoxBytes));
     const int pitch = (by_rows ? kRowBytes : kBlockBytes) / 16;
-    const auto place = [&](int row, int piece) { return row * pitch + (piece ^ (by_rows ? warp : row) % 8); };
+    const auto piece_of = [&](int row, int piece) {
+      return row * pitch + (piece ^ (by_rows ? warp : row) % 8);
+    };
     const auto multiply = [&](int half, int first_rank, float (&sums)[kTiles][4]) {
-      const uint4* const h = hidden + stage * hidden_vectors + first_rank / kGroupRanks * kLanes + lane;
+      const uint4* const h = hidden + stage * stage_vectors + first_rank / kGroupRanks * kLanes + lane;
 #pragma unroll
       for (int q = 0; q < kGroups; ++q) {
         if (kGroups > 2) __syncwarp();  // so that the compiler does not load all of h first
@@ -247,7 +291,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     const auto add = [&](int half, const float (&sums)[kTiles][4]) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        uint4& pieces = y[(place(g, 2 * t) ^ half) + 8 * r * pitch];
+        uint4& pieces = y[(piece_of(g, 2 * t) ^ half) + 8 * r * pitch];
         pieces = add_delta<T>(pieces, sums, 2 * r, 2 * r + 1, unit.factor[g + 8 * r]);
       }
     };
@@ -256,14 +300,16 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       float sums[2][kTiles][4] = {};
 #pragma unroll 1
       for (int rank = 0; rank < unit.weights.rank; rank += kRanks) {
-        if (unit.is_new || unit.weights.rank > kRanks) b.load(unit.weights, warp_column, width, rank);
+        if (unit.is_new || unit.weights.rank > kRanks) {
+          b.template load<false>(unit.weights.b + warp_column * unit.weights.stride + rank, unit.weights,
+                                 width - warp_column, rank);
+        }
         multiply(0, rank, sums[0]);
         multiply(1, rank, sums[1]);
       }
       add(0, sums[0]);
       add(1, sums[1]);
     } else {
-      if (unit.is_new) b.load(unit.weights, warp_column, width, 0);
       wait_for_cta_phase(&unit.full, parity);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -281,106 +327,65 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       const int column = warp_column + i % 8 * 8;
       if (row >= 0 && column < width) {
         T* const to = static_cast<T*>(args.y) + row * args.y_stride + slice.offset + column;
-        store16(to, y[place(i / 8, i % 8)]);
+        store16(to, y[piece_of(i / 8, i % 8)]);
       }
     }
-    if (lane == 0) {
-      if (is_box) {
-        store_box(y_maps.box, static_cast<int>(slice.offset) + warp_column, unit.row[0], y);
-      }
-      commit_bulk();
-      wait_for_bulk_reads_but_one();
+    if (is_box && lane == 0) {
+      store_box(y_maps.box, static_cast<int>(slice.offset) + warp_column, unit.row[0], y);
     }
-    if (last_stage >= 0) arrive(&units[last_stage].empty);
-    last_stage = stage;
-    advance();
+    leave_unit();
   }
   if (lane == 0) wait_for_bulk();
 #endif
-}
-
-// The 16-byte pieces of a row of a box lie turned by its number in shared memory, so that lanes which access
-// eight rows meet in no bank.
-int encode_y(const ExpandArgs& args, YMaps* maps) {
-  static const auto encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
-  }();
-  if (encode == nullptr) return cudaErrorSymbolNotFound;
-  const Site& site = args.site;
-  cuuint64_t columns = 0;
-  for (int i = 0; i < site.num_slices; ++i)
-    columns = std::max<cuuint64_t>(columns, site.slices[i].offset + site.slices[i].width);
-  const cuuint64_t rows = args.rows;
-  const cuuint64_t box[] = {columns, rows};
-  const cuuint64_t blocks[] = {kBlockColumns, rows, std::max<cuuint64_t>(columns / kBlockColumns, 1)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(args.y_stride * item_size(site.dtype)), kBlockBytes};
-  const cuuint32_t rows16[] = {kBlockColumns, kUnitRows, kWarps};
-  const cuuint32_t row1[] = {kBlockColumns, 1, kWarps};
-  const cuuint32_t steps[] = {1, 1, 1};
-  const auto type =
-      site.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const auto make = [&](CUtensorMap* map, int dimensions, const cuuint64_t* sizes, const cuuint32_t* copied) {
-    return encode(map, type, dimensions, args.y, sizes, strides, copied, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-  };
-  return make(&maps->box, 2, box, rows16) && make(&maps->blocks, 3, blocks, rows16) &&
-                 make(&maps->row, 3, blocks, row1)
-             ? cudaSuccess
-             : cudaErrorInvalidValue;
 }
 
 // Beside its stages a CTA has the kilobyte that y is aligned to, and its units.
 constexpr int kAlignBytes = 1024;
 constexpr int kOwnBytes = kMaxStages * sizeof(Unit<__half>);
 
-int64_t stage_bytes(int64_t hidden_vectors) {
-  return kWarps * kBoxBytes + hidden_vectors * 16;
+int64_t stage_bytes(int64_t vectors) {
+  return kWarps * kBoxBytes + vectors * 16;
 }
 
 template <typename T, int kGroups, bool kIsLong, typename Args>
 int launch_expand(const Args& args, void* stream) {
+  constexpr int kCtas = num_ctas(kGroups);
   const auto kernel = expand_prefill_kernel<Args, T, kGroups, kIsLong>;
   YMaps y_maps;
-  if (const int error = encode_y(args, &y_maps)) return error;
+  if (const int error = encode_y<kWarps>(args, &y_maps)) return error;
   const int64_t tiles = max_prefill_tiles(args.rows, args.site.num_slots);
   const int64_t column_blocks = count_column_ctas(args.site, kCtaColumns);
   const Device device = current_device();
   // As many stages as leave room for kCtas CTAs, each with a kilobyte of the system's own, at least two.
-  const int64_t bytes = stage_bytes(HiddenRows<T, kGroups>::vectors(args.site.max_rank));
+  const int64_t bytes = stage_bytes(hidden_vectors<kGroups>(args.site.max_rank));
   const int64_t room = (device.shared_bytes + 1024) / kCtas - 1024 - kOwnBytes - kAlignBytes;
-  const int stages = static_cast<int>(std::clamp<int64_t>(room / bytes, 2, kMaxStages));
+  const int stages = static_cast<int>(std::clamp<int64_t>(room / bytes, 2, kMaxStages / kCtas));
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  device.shared_bytes - kOwnBytes);
   if (error != cudaSuccess) return error;
+  // No less than keeps a further CTA off an SM: all start at once, and must be as many on each.
+  const int64_t shared = std::max<int64_t>(stages * bytes + kAlignBytes, device.shared_bytes / (kCtas + 1));
   const dim3 grid(std::min<int64_t>(tiles * kTileUnits * column_blocks, kCtas * device.multiprocessors));
-  return launch(kernel, grid, kThreads, 1, stream, static_cast<int>(stages * bytes) + kAlignBytes, args,
-                y_maps, static_cast<int>(tiles), static_cast<int>(column_blocks), stages);
+  return launch(kernel, grid, kThreads, 1, stream, static_cast<int>(shared), args, y_maps,
+                static_cast<int>(tiles), static_cast<int>(column_blocks), stages);
 }
 
-template <typename T>
-int expand(const ExpandArgs& args, void* stream) {
-  if (args.site.max_rank <= 16) return launch_expand<T, 1, false>(args, stream);
+// One group of ranks has an order of its own, which an embedding's decode tiles do not follow.
+template <typename T, typename Args>
+int expand(const Args& args, void* stream) {
+  if constexpr (std::is_same_v<Args, ExpandArgs>) {
+    if (args.site.max_rank <= 16) return launch_expand<T, 1, false>(args, stream);
+  }
   if (args.site.max_rank <= 32) return launch_expand<T, 2, false>(args, stream);
   if (args.site.max_rank <= 64) return launch_expand<T, 4, false>(args, stream);
+  if (args.site.max_rank <= 128) return launch_expand<T, 8, false>(args, stream);
   return launch_expand<T, 2, true>(args, stream);
-}
-
-// Two forms serve all ranks. 8192 rows of 8 adapters on an H200: at rank 16 49 us, and 79 by the form of rank
-// 64; at rank 64 82, and 112 by the other, which holds B of 32 ranks at most from unit to unit.
-template <typename T>
-int embed(const EmbeddingArgs& args, void* stream) {
-  const bool is_wide = args.site.max_rank > 32 && args.site.max_rank <= 64;
-  return is_wide ? launch_expand<T, 4, false>(args, stream) : launch_expand<T, 2, true>(args, stream);
 }
 
 }  // namespace
 
 bool expand_prefill_has_room(const Site& site) {
-  const int64_t bytes = stage_bytes(HiddenRows<__half, 2>::vectors(site.max_rank));
+  const int64_t bytes = stage_bytes(hidden_vectors<2>(site.max_rank));
   return 2 * bytes + kAlignBytes + kOwnBytes <= current_device().shared_bytes;
 }
 
@@ -389,7 +394,7 @@ int expand_prefill(const ExpandArgs& args, void* stream) {
 }
 
 int embedding_prefill(const EmbeddingArgs& args, void* stream) {
-  return args.site.dtype == DType::bf16 ? embed<__nv_bfloat16>(args, stream) : embed<__half>(args, stream);
+  return args.site.dtype == DType::bf16 ? expand<__nv_bfloat16>(args, stream) : expand<__half>(args, stream);
 }
 
 }  // namespace loramux

@@ -17,27 +17,30 @@ inline constexpr int kUnitRows = 16;
 template <typename T, int kGroups>
 class BHalves {
  public:
-  // From column `column` of the slice and rank first_rank on.
-  __device__ void load(const SliceWeights<T>& weights, int column, int width, int first_rank) {
+  // b: the block's first row of B, in global or shared memory, from rank first_rank on. columns: of the slice
+  // from there on.
+  template <bool kIsShared>
+  __device__ void load(const T* b, const SliceWeights<T>& weights, int columns, int first_rank) {
     const int g = threadIdx.x % kLanes / 4;
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int first = column + (g / 2 * 2 + half) * 8;
-      const int end = first < width ? weights.rank : 0;
-      const T* const b = weights.b + (first + g % 2) * weights.stride;
+      const int first = (g / 2 * 2 + half) * 8;
+      const int end = first < columns ? weights.rank : 0;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
         for (int q = 0; q < kGroups; q += 2) {
-          const int rank = first_rank + first_rank_of_lane<kGroups>(q, t);
-          const T* const from = b + 2 * i * static_cast<int>(weights.stride) + rank;
+          const int rank_of_lane = first_rank_of_lane<kGroups>(q, t);
+          const int rank = first_rank + rank_of_lane;
+          const T* const from = b + (first + g % 2 + 2 * i) * static_cast<int>(weights.stride) + rank_of_lane;
           uint4 v{};
           if constexpr (kGroups == 1) {
-            const uint2 four = rank < end ? load_weights8(from) : uint2{};
+            uint2 four{};
+            if (rank < end) four = kIsShared ? *reinterpret_cast<const uint2*>(from) : load_weights8(from);
             v = {four.x, four.y, 0, 0};
           } else {
-            if (rank < end) v = load_weights16(from);
+            if (rank < end) v = kIsShared ? *reinterpret_cast<const uint4*>(from) : load_weights16(from);
           }
           // Only over stacked tensors: there may be anything past the slot's own rank.
           if (weights.rank % 8 != 0) v = mask_ranks(v, rank, end);
@@ -60,17 +63,17 @@ class BHalves {
   uint2 pairs_[2][kTiles][kGroups];
 };
 
-// h of 16 rows on its way from global to shared memory through one warp's registers, rounded.
-template <typename T, int kGroups>
+// Vectors of h of 16 rows in shared memory: [group][lane that multiplies it].
+template <int kGroups>
+__host__ __device__ inline int hidden_vectors(int64_t max_rank) {
+  return static_cast<int>(ceil_div(max_rank, kGroups * kGroupRanks)) * kGroups * kLanes;
+}
+
+// h of 16 rows on its way from global to shared memory through one warp's registers, where it is rounded.
+template <typename T, typename Element, int kGroups>
 class HiddenRows {
  public:
-  // Vectors of h of 16 rows in shared memory: [group][lane that multiplies it].
-  static __host__ __device__ int vectors(int64_t max_rank) {
-    return static_cast<int>(ceil_div(max_rank, kGroups * kGroupRanks)) * kGroups * kLanes;
-  }
-
   // index: of this lane's row among the operands, -1 for none. rank: of the slot.
-  template <typename Element>
   __device__ void load(const Operands<Element>& operands, int index, int rank, int first_rank) {
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
@@ -79,7 +82,7 @@ class HiddenRows {
       for (int r = 0; r < 2; ++r) {
         const int from = __shfl_sync(~0u, index, row_pair(i) + 8 * r);
         const Element* const values = operands.data + int64_t{from} * operands.stride + lane_rank;
-        values_[i][r] = from >= 0 && lane_rank < rank ? load_operand(values) : float4{};
+        values_[i][r] = from >= 0 && lane_rank < rank ? load_operand(values) : Values{};
       }
     }
   }
@@ -92,7 +95,7 @@ class HiddenRows {
       uint2 rows[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        rows[r] = are_fours ? pack_hidden<T>(values_[i][r], 4) : pack_hidden<T>(values_[i][r], left);
+        rows[r] = are_fours ? pack_operand<T>(values_[i][r], 4) : pack_operand<T>(values_[i][r], left);
       to[(first_rank / kGroupRanks + group()) * kLanes + row_pair(i) * 4 + threadIdx.x % 4] = {
           rows[0].x, rows[1].x, rows[0].y, rows[1].y};
     }
@@ -103,7 +106,8 @@ class HiddenRows {
   static __device__ int group() { return threadIdx.x % kLanes / 4 % kGroups; }
   static __device__ int row_pair(int i) { return (i * kLanes + threadIdx.x % kLanes) / (4 * kGroups); }
 
-  float4 values_[kGroups][2];
+  using Values = decltype(load_operand(static_cast<const Element*>(nullptr)));
+  Values values_[kGroups][2];
 };
 
 }  // namespace loramux

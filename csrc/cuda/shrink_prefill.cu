@@ -6,6 +6,9 @@
 //
 // The order of every sum is fixed by in_features alone: K has four parts, within which the tensor core adds
 // up with K rising; then come the sums (0 + 1) + (2 + 3), whether a CTA makes one part or two.
+#include <algorithm>
+#include <type_traits>
+
 #include "cuda/common.cuh"
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
@@ -34,9 +37,18 @@ __host__ __device__ constexpr int tiles_of_stage(int groups) {
   return groups <= 4 ? 2 : 1;
 }
 
-__host__ __device__ constexpr int num_stages(int groups) {
-  const int stages = kRingBytes / (tiles_of_stage(groups) * (kTileBytes + a_bytes(groups)));
+// A stage holds x of `own` tiles and A of each of their slots.
+__host__ __device__ constexpr int stage_bytes(int groups, int own, int slots) {
+  return tiles_of_stage(groups) * (own * kTileBytes + slots * a_bytes(groups));
+}
+
+__host__ __device__ constexpr int num_stages(int groups, int own, int slots) {
+  const int stages = own * kRingBytes / stage_bytes(groups, own, slots);
   return stages < 5 ? stages : 5;
+}
+
+__host__ __device__ constexpr int ring_bytes(int groups, int own, int slots) {
+  return num_stages(groups, own, slots) * stage_bytes(groups, own, slots);
 }
 
 // One group of 16 ranks of one slice.
@@ -54,10 +66,7 @@ template <typename T, int kGroups, int kOwn>
 __global__ void __launch_bounds__(kOwn* kThreads)
     shrink_prefill_kernel(const __grid_constant__ ShrinkArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr int kStages = num_stages(kGroups);
   constexpr int kTilesOfStage = tiles_of_stage(kGroups);
-  constexpr int kPlaceBytes = kOwn * (kTileBytes + a_bytes(kGroups));  // of one tile of K
-  constexpr int kStageBytes = kTilesOfStage * kPlaceBytes;
   constexpr int kColumns = kGroups * kGroupRanks;
   constexpr int kCluster = kParts / kOwn;
   extern __shared__ unsigned char dynamic_shared[];
@@ -70,12 +79,12 @@ __global__ void __launch_bounds__(kOwn* kThreads)
 
   let_next_kernel_start();
   TileRows tiles_of_cta[kOwn];
-  bool is_shared = kOwn == 2;  // A, by both tiles: each warpgroup copies half of it
+  bool is_one_slot = true;  // if of two tiles, each warpgroup copies half of A
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     if (!find_tile(args.plan, TileKind::prefill, blockIdx.y * kOwn + i, args.rows, &tiles_of_cta[i]))
       tiles_of_cta[i] = {};
-    is_shared &= tiles_of_cta[i].slot == tiles_of_cta[0].slot;
+    is_one_slot &= tiles_of_cta[i].slot == tiles_of_cta[0].slot;
   }
   const TileRows tile_rows = own == 0 ? tiles_of_cta[0] : tiles_of_cta[kOwn - 1];
   bool any_rank = false;
@@ -132,76 +141,87 @@ __global__ void __launch_bounds__(kOwn* kThreads)
     copy16_async(to, present ? row + k : args.x, present);
   };
   const uint32_t place = swizzled(lane_row, vector);
-  const auto load_x = [&](int step) {
-#pragma unroll
-    for (int tile = 0; tile < kTilesOfStage; ++tile) {
-      const uint32_t to = ring + step % kStages * kStageBytes + tile * kPlaceBytes + own * kTileBytes + place;
-      const int k = find_k(step, tile);
-#pragma unroll
-      for (int j = 0; j < kPrefillRows / kRowStep; ++j) copy(to + j * kRowStep * 128, x_rows[j], k);
-    }
-  };
-  const uint32_t a_place =
-      kOwn * kTileBytes + (is_shared ? 0 : own * a_bytes(kGroups));  // of this tile of rows
-  const auto load_a = [&](int step) {
-#pragma unroll
-    for (int tile = 0; tile < kTilesOfStage; ++tile) {
-      const uint32_t to = ring + step % kStages * kStageBytes + tile * kPlaceBytes + a_place + place;
-      const int k = find_k(step, tile);
-      if (is_shared) {  // every other group
-#pragma unroll
-        for (int q = 0; q < kGroups; q += 2) {
-          if (q + own < kGroups) copy(to + (q + own) * kRowStep * 128, a_rows[own][q + own][lane_row], k);
-        }
-      } else {
-#pragma unroll
-        for (int q = 0; q < kGroups; ++q) copy(to + q * kRowStep * 128, a_rows[own][q][lane_row], k);
-      }
-    }
-  };
-
-  // Tiles are loaded kAhead ahead, into the stage of the last multiplication or, where there are stages to
-  // spare, of the one before, so that the last may still be under way.
-  constexpr int kUnderWay = kStages > 4 ? 1 : 0;
-  constexpr int kAhead = kStages - 1 - kUnderWay;
-  for (int step = 0; step < kAhead && step < steps; ++step) load_a(step);
-  wait_for_earlier_kernels();
-  for (int step = 0; step < kAhead; ++step) {
-    if (step < steps) load_x(step);
-    commit_copies();
-  }
   float total[kColumns / 2];
-#pragma unroll
-  for (int part = 0; part < kOwn; ++part) {
-    float sums[kColumns / 2] = {};
-    for (int step = part * steps_of_part; step < (part + 1) * steps_of_part; ++step) {
-      wait_for_copies<kAhead - 1>();
-      wgmma_wait<kUnderWay>();  // the stage that is filled next has been used
-      fence_shared_for_wgmma();
-      __syncthreads();
-      if (step + kAhead < steps) {
-        load_x(step + kAhead);
-        load_a(step + kAhead);
-      }
-      commit_copies();
-      wgmma_fence();
+  const auto multiply = [&](auto slots) {
+    constexpr int kSlots = decltype(slots)::value;
+    constexpr int kStages = num_stages(kGroups, kOwn, kSlots);
+    constexpr int kStageBytes = stage_bytes(kGroups, kOwn, kSlots);
+    constexpr int kPlaceBytes = kStageBytes / kTilesOfStage;  // of one tile of K
+    const uint32_t a_place = kOwn * kTileBytes + (is_one_slot ? 0 : own * a_bytes(kGroups));
+    const auto load_x = [&](int step) {
 #pragma unroll
       for (int tile = 0; tile < kTilesOfStage; ++tile) {
-        const uint32_t at = ring + step % kStages * kStageBytes + tile * kPlaceBytes;
+        const uint32_t to =
+            ring + step % kStages * kStageBytes + tile * kPlaceBytes + own * kTileBytes + place;
+        const int k = find_k(step, tile);
 #pragma unroll
-        for (int k = 0; k < kTileK / 16; ++k) {
-          Wgmma<T, kColumns>::multiply(sums, tile_descriptor(at + own * kTileBytes) + 2 * k,
-                                       tile_descriptor(at + a_place) + 2 * k);
+        for (int j = 0; j < kPrefillRows / kRowStep; ++j) copy(to + j * kRowStep * 128, x_rows[j], k);
+      }
+    };
+    const auto load_a = [&](int step) {
+#pragma unroll
+      for (int tile = 0; tile < kTilesOfStage; ++tile) {
+        const uint32_t to = ring + step % kStages * kStageBytes + tile * kPlaceBytes + a_place + place;
+        const int k = find_k(step, tile);
+        if (kOwn > 1 && is_one_slot) {
+#pragma unroll
+          for (int q = 0; q < kGroups; q += 2) {
+            if (q + own < kGroups) copy(to + (q + own) * kRowStep * 128, a_rows[own][q + own][lane_row], k);
+          }
+        } else {
+#pragma unroll
+          for (int q = 0; q < kGroups; ++q) copy(to + q * kRowStep * 128, a_rows[own][q][lane_row], k);
         }
       }
-      wgmma_commit();
+    };
+
+    // Tiles are loaded kAhead ahead, into the stage of the last multiplication or, where there are stages to
+    // spare, of the one before, so that the last may still be under way.
+    constexpr int kUnderWay = kStages > 4 ? 1 : 0;
+    constexpr int kAhead = kStages - 1 - kUnderWay;
+    for (int step = 0; step < kAhead && step < steps; ++step) load_a(step);
+    wait_for_earlier_kernels();
+    for (int step = 0; step < kAhead; ++step) {
+      if (step < steps) load_x(step);
+      commit_copies();
     }
-    wgmma_wait<0>();
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) {
-      asm volatile("" : "+f"(sums[i])::"memory");
-      total[i] = part == 0 ? sums[i] : total[i] + sums[i];
+    for (int part = 0; part < kOwn; ++part) {
+      float sums[kColumns / 2] = {};
+      for (int step = part * steps_of_part; step < (part + 1) * steps_of_part; ++step) {
+        wait_for_copies<kAhead - 1>();
+        wgmma_wait<kUnderWay>();  // the stage that is filled next has been used
+        fence_shared_for_wgmma();
+        __syncthreads();
+        if (step + kAhead < steps) {
+          load_x(step + kAhead);
+          load_a(step + kAhead);
+        }
+        commit_copies();
+        wgmma_fence();
+#pragma unroll
+        for (int tile = 0; tile < kTilesOfStage; ++tile) {
+          const uint32_t at = ring + step % kStages * kStageBytes + tile * kPlaceBytes;
+#pragma unroll
+          for (int k = 0; k < kTileK / 16; ++k) {
+            Wgmma<T, kColumns>::multiply(sums, tile_descriptor(at + own * kTileBytes) + 2 * k,
+                                         tile_descriptor(at + a_place) + 2 * k);
+          }
+        }
+        wgmma_commit();
+      }
+      wgmma_wait<0>();
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) {
+        asm volatile("" : "+f"(sums[i])::"memory");
+        total[i] = part == 0 ? sums[i] : total[i] + sums[i];
+      }
     }
+  };
+  if (kTilesOfStage == 1 && is_one_slot) {
+    multiply(std::integral_constant<int, 1>());
+  } else {
+    multiply(std::integral_constant<int, kOwn>());
   }
   wait_for_copies<0>();
   __syncthreads();
@@ -234,13 +254,18 @@ __global__ void __launch_bounds__(kOwn* kThreads)
     float4 sum = add(own[0], own[1]);
     if (kCluster == 4) sum = add(sum, add(own[kCluster - 2], own[kCluster - 1]));
     const RankGroup<T> group = groups[row / kPrefillRows][column / kGroupRanks];
-    const float values[4] = {sum.x, sum.y, sum.z, sum.w};
     if (row_index[row] < 0) continue;
-    float* const h =
-        args.h + (row_index[row] * site.num_slices + group.slice) * site.max_rank + group.first_rank;
+    const int left = group.ranks - column % kGroupRanks;
+    float* const h = args.h + (row_index[row] * site.num_slices + group.slice) * site.max_rank +
+                     group.first_rank + column % kGroupRanks;
+    if (left >= 4 && reinterpret_cast<uintptr_t>(h) % 16 == 0) {
+      *reinterpret_cast<float4*>(h) = sum;
+    } else {
+      const float values[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (column % kGroupRanks + e < group.ranks) h[column % kGroupRanks + e] = values[e];
+      for (int e = 0; e < 4; ++e) {
+        if (e < left) h[e] = values[e];
+      }
     }
   }
   cluster_arrive();  // no CTA leaves while another reads from it
@@ -251,9 +276,9 @@ __global__ void __launch_bounds__(kOwn* kThreads)
 template <typename T, int kGroups, int kOwn>
 int launch_shrink(const ShrinkArgs& args, int64_t groups, void* stream) {
   constexpr int kCluster = kParts / kOwn;
-  constexpr int kRing =
-      num_stages(kGroups) * tiles_of_stage(kGroups) * kOwn * (kTileBytes + a_bytes(kGroups));
-  static_assert(num_stages(kGroups) >= 3 && kRing >= kOwn * kPrefillRows * (kGroups * kGroupRanks + 4) * 4);
+  constexpr int kRing = std::max(ring_bytes(kGroups, kOwn, 1), ring_bytes(kGroups, kOwn, kOwn));
+  static_assert(num_stages(kGroups, kOwn, kOwn) >= 3 &&
+                kRing >= kOwn * kPrefillRows * (kGroups * kGroupRanks + 4) * 4);
   const auto kernel = shrink_prefill_kernel<T, kGroups, kOwn>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRing + 1024);

@@ -132,7 +132,7 @@ void expect_same_bits_in_both_kinds(Problem<T>& problem, const std::function<int
 
 // Of one h: rows in decode tiles and in prefill tiles differ by their shrink alone.
 TYPED_TEST(CudaForms, BothExpandsGiveARowTheSameBits) {
-  for (const int32_t rank : {8, 16, 24, 48, 136}) {
+  for (const int32_t rank : {8, 16, 24, 48, 96, 136}) {
     SCOPED_TRACE(testing::Message() << "rank " << rank);
     Shape shape{64, {304}, {rank}, rank, 0};
     shape.exact = false;
@@ -148,7 +148,7 @@ TYPED_TEST(CudaForms, BothExpandsGiveARowTheSameBits) {
 
 // And so do both embeddings, of any rank.
 TYPED_TEST(CudaForms, BothEmbeddingsGiveARowTheSameBits) {
-  for (const int32_t rank : {8, 24, 48, 136}) {
+  for (const int32_t rank : {8, 24, 48, 96, 136}) {
     SCOPED_TRACE(testing::Message() << "rank " << rank);
     Shape shape{64, {304}, {rank}, rank, 0, Kind::embedding};
     shape.exact = false;

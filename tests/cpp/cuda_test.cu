@@ -53,6 +53,8 @@ TYPED_TEST(CudaKernels, ShrinkExpandAndApplyMatchTheDefinition) {
       {{72, {576, 64}, {16, 64, 0}, 64, 8}, 300, {1, 2, 1, 1, 3, 0}},  // scattered rows of whole blocks
       {{72, {512, 40}, {16}, 16, 0}, 300, {1, 2}},
       {{72, {1024}, {136, 24}, 136, 0}, 300, {1, 1, 2}},
+      {{72, {520, 1096}, {128, 8, 72, 0}, 128, 8}, 400, {1, 1, 2, 3, 0}},
+      {{40, {1032}, {100, 5}, 128, 0, Kind::stacked}, 300, {1, 2, 2}},
       {{8, {40}, {1480, 8}, 1480, 0}, 70, {1}},  // h of a tile has no room in shared memory
       {{36, {8}, {12}, 16, 0}, 1, {0}},
       {{36, {8}, {12}, 16, 0}, 1, {3}},
@@ -78,7 +80,9 @@ TYPED_TEST(CudaKernels, EmbeddingMatchesTheDefinitionAndUnknownIdsTouchNothing) 
   // The portable kernels, then the tuned ones: columns in pieces and in whole blocks.
   const Shape any{100, {300, 5}, {24, 129, 0, 1}, 136, 3, Kind::embedding},
       pieces{100, {304, 40}, {24, 129, 0, 1}, 136, 8, Kind::embedding},
-      blocks{100, {2048}, {16, 8}, 16, 0, Kind::embedding};
+      blocks{100, {2048}, {16, 8}, 16, 0, Kind::embedding},
+      ranks64{100, {1032}, {5, 64, 24}, 64, 0, Kind::embedding},
+      ranks128{100, {1032}, {8, 99, 128}, 128, 0, Kind::embedding};
   for (const Case& c : std::vector<Case>{{any, 9, {1, 2, 0}},
                                          {any, 65, {1}},
                                          {any, 140, {1, 0}},
@@ -88,7 +92,9 @@ TYPED_TEST(CudaKernels, EmbeddingMatchesTheDefinitionAndUnknownIdsTouchNothing) 
                                          {pieces, 300, {1, 1, 2, 3}},
                                          {blocks, 300, {1, 2}},
                                          {blocks, 300, {1}},
-                                         {blocks, 4500, {1, 1, 2}}}) {
+                                         {blocks, 4500, {1, 1, 2}},
+                                         {ranks64, 400, {1, 1, 2, 3}},
+                                         {ranks128, 400, {1, 1, 2, 3}}}) {
     SCOPED_TRACE(testing::Message() << "widths of " << c.shape.width() << ", rows " << c.rows);
     const int64_t rows = c.rows;
     Problem<TypeParam> problem(c.shape, rows);
@@ -120,7 +126,8 @@ TEST_F(CudaTest, TilesThatShareACtaMatchTheDefinition) {
   for (const auto& [shape, slots] :
        {std::pair<Shape, std::vector<int32_t>>{{8, {6152}, {8, 16}, 16, 0}, few_of_two},
         {{8, {5000}, {32, 8}, 32, 8}, {1, 2, 2}},
-        {{8, {4104}, {8, 40, 0}, 64, 0}, {1, 2, 2, 3}}}) {
+        {{8, {4104}, {8, 40, 0}, 64, 0}, {1, 2, 2, 3}},
+        {{8, {1032}, {8, 104, 24}, 128, 0}, {1, 2, 2, 3}}}) {
     SCOPED_TRACE(testing::Message() << "max_rank " << shape.max_rank);
     Problem<__nv_bfloat16> problem(shape, 9000);
     problem.set_plan(slots);
