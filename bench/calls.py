@@ -14,11 +14,11 @@ import torch
 
 from loramux import StepPlan, lora_apply_
 
-from .common import COLD_BYTES, SITES, SiteShape, arena_sites, graph_us, write_results
+from .common import COLD_BYTES, SITES, SiteShape, arena_sites, graphs_us, write_results
 from .kernels import call_us
 
 ADAPTERS, ROWS, RANK = 8, 8, 16
-POOLS, ROUNDS = (8, 64, 512), 5
+POOLS = (8, 64, 512)
 RUN = 100  # eager calls at a time, too few to fill the queue
 DECODE = [(slot, 1) for slot in range(9, 65)]  # of a mixed step, (slot, rows) each
 PREFILL = [(slot, 249) for slot in range(1, 9)]
@@ -48,18 +48,15 @@ def pool_sizes(name: str) -> list[dict[str, Any]]:
     """The same step of 8 adapters, each a row, in pools of several sizes that take turns."""
     shape = SITES[name]
     layers = math.ceil(COLD_BYTES / (ADAPTERS * shape.weight_bytes(RANK)))
-    times: dict[int, list[float]] = {slots: [] for slots in POOLS}
-    steps = {slots: _step(shape, slots, layers) for slots in POOLS}
 
-    def us(sites: list[Any], plan: StepPlan, x: torch.Tensor, y: torch.Tensor) -> float:
-        return graph_us(lambda i: lora_apply_(y, x, sites[i], plan), layers)
+    def call(slots: int) -> Callable[[int], Any]:
+        sites, plan, x, y = _step(shape, slots, layers)
+        return lambda i: lora_apply_(y, x, sites[i], plan)
 
-    for _ in range(ROUNDS):
-        for slots, step in steps.items():
-            times[slots].append(us(*step))
+    times = graphs_us([call(slots) for slots in POOLS], layers, 35)
     return [
-        {"figure": "pool_size", "site": name, "slots": slots, "us": round(median(us), 3)}
-        for slots, us in times.items()
+        {"figure": "pool_size", "site": name, "slots": slots, "us": round(us, 3)}
+        for slots, us in zip(POOLS, times, strict=True)
     ]
 
 

@@ -153,27 +153,40 @@ def relative_error(
     return float((got.double() - want).norm() / want.norm())
 
 
-def graph_us(call: Callable[[int], None], count: int, repeats: int = 7) -> float:
+def graph_us(call: Callable[[int], None], count: int) -> float:
     """Median microseconds of a call, ``count`` different ones in one CUDA graph."""
+    return graphs_us([call], count)[0]
+
+
+def graphs_us(calls: Sequence[Callable[[int], None]], count: int, repeats: int = 7) -> list[float]:
+    """The same of several calls, whose graphs take turns: clocks drift, and for all alike."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        call(0)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(count):
-                call(i)
-        graph.replay()
-        times = []
+        graphs = [_captured(call, count, stream) for call in calls]
+        times: list[list[float]] = [[] for _ in graphs]
         for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / count)
-    return median(times)
+            for graph, of_graph in zip(graphs, times, strict=True):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                of_graph.append(start.elapsed_time(end) * 1e3 / count)
+    return [median(of_graph) for of_graph in times]
+
+
+def _captured(
+    call: Callable[[int], None], count: int, stream: torch.cuda.Stream
+) -> torch.cuda.CUDAGraph:
+    call(0)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(count):
+            call(i)
+    graph.replay()
+    return graph
 
 
 def write_results(path: str | None, rows: list[dict[str, Any]]) -> None:
