@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -297,6 +300,48 @@ def test_a_plan_that_has_grown_serves_no_row_until_it_is_written():
     plan.reserve(100)
     with pytest.raises(PlanMismatch, match="got 8 rows, the plan is for 0"):
         lora_apply_(y, x, site, plan)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_eager_call_reads_its_own_plan_where_that_is_now(device):
+    site = stacked_site(64, [32, 16], 8, torch.bfloat16, device)
+    x, y = operands(len(SLOTS), 64, site, torch.bfloat16, device)
+    plans = [
+        StepPlan(len(SLOTS), site.num_slots, device, scratch_width)
+        for scratch_width in (16, 0, 24, 8)
+    ]
+    seen = []
+    for turn in range(3):
+        for i, plan in enumerate(plans):
+            if turn == 2:
+                plan.reserve(100 + i)
+            slots = [SLOTS[(row + i + turn) % len(SLOTS)] for row in range(len(SLOTS))]
+            plan.update(slots, [1] * len(slots), [1.0] * len(slots))
+            for _ in range(2):
+                seen.append(lora_apply_(y.clone(), x, site, plan))
+                assert torch.equal(seen[-1], apply_in_parts(y.clone(), x, site, plan))
+    assert not torch.equal(seen[0], seen[2])
+
+
+def test_threads_with_plans_of_their_own_share_a_site():
+    site = stacked_site(64, [48], 8, torch.float32)
+    x, y = operands(len(SLOTS), 64, site, torch.float32)
+    ready = threading.Barrier(4)
+
+    def call_often(turn):
+        plan = StepPlan(len(SLOTS), site.num_slots, scratch_width=8)
+        plan.update(SLOTS[turn:] + SLOTS[:turn], [1] * len(SLOTS), [1.0] * len(SLOTS))
+        want = apply_in_parts(y.clone(), x, site, plan)
+        ready.wait()
+        return all(torch.equal(lora_apply_(y.clone(), x, site, plan), want) for _ in range(1500))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(call_often, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_an_eager_call_reads_an_engines_weights_where_they_are_now():

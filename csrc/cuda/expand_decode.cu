@@ -124,7 +124,8 @@ bool expand_serves(const ExpandArgs& args) {
   if (!is_half(site.dtype) || current_device().capability < 90) return false;
   static const bool is_compiled =
       is_compiled_for_sm90(expand_decode_kernel<ExpandArgs, __half, 1, 2, 5, false, false>);
-  bool whole_vectors = site.max_rank % 8 == 0 && is_aligned(args.y, args.y_stride, site.dtype) &&
+  bool whole_vectors = site.max_rank % 8 == 0 && site.rank_stride <= site.max_rank &&
+                       is_aligned(args.y, args.y_stride, site.dtype) &&
                        reinterpret_cast<uintptr_t>(args.h) % 16 == 0;
   for (int i = 0; i < site.num_slices; ++i) {
     const Slice& slice = site.slices[i];

@@ -1,13 +1,13 @@
 // The expand of prefill tiles (up to 64 rows of one slot) on sm_90 and later. The grid fills the chip once.
-// Each CTA goes through its share of the units, 16 rows of a tile by 512 columns each: down the rows of one
-// block of columns, then of the next.
+// A CTA's share of units, 16 rows of a tile by 512 columns, goes down one block of columns after another.
 //
 // Floor: y read and written over 4.2 TB/s; gate_up takes 224 us for 8192 rows. One warp reads the plan,
 // rounds h and has the copy engine fetch y of the units to come into a ring in shared memory, past the ends
-// of tiles, and ahead of y of another slot or block of columns B, in parts the size of a unit's y. The others
-// keep B of 64 columns each in registers; they add to y where it lies in the ring and have the copy engine
-// store it from there. Rows that do not follow one another come one by one and go by 16 bytes; columns that
-// are no whole block come by 16 bytes too. An embedding has its vectors of A in the place of h.
+// of tiles. B of up to 128 ranks comes the same way ahead of y of another slot or block of columns, in parts
+// the size of a unit's y; the first before the wait for the kernel that makes h. The other warps keep B of 64
+// columns each in registers, add to y where it lies in the ring and have the copy engine store it from there.
+// Scattered rows come one by one and go by 16 bytes, columns that are no whole block come by 16 bytes too. An
+// embedding has its vectors of A in the place of h.
 #include <algorithm>
 #include <type_traits>
 
@@ -37,7 +37,7 @@ static_assert(kPrefillRows % kUnitRows == 0 && kUnitRows <= kLanes && kBoxBytes 
 template <typename T>
 struct alignas(16) Unit {
   uint64_t known;  // barriers: the unit has been written,
-  uint64_t full;   // its y and h have come,
+  uint64_t full;   // its y and h, or B, have come,
   uint64_t empty;  // and every lane that computes is done with it
   SliceWeights<T> weights;
   bool is_new;         // weights or columns are others than those of the unit before
@@ -51,7 +51,7 @@ struct alignas(16) Unit {
   float factor[kUnitRows];
 };
 
-// CTAs to an SM: B of more than 64 ranks takes its registers twice.
+// CTAs to an SM. B of more than 64 ranks takes as many registers as two have.
 constexpr int num_ctas(int groups) {
   return groups <= 4 ? 2 : 1;
 }

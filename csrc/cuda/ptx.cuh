@@ -72,12 +72,6 @@ __device__ inline uint4 load_weights16(const void* p) {
   return v;
 }
 
-__device__ inline uint2 load_weights8(const void* p) {
-  uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
-
 // Asks for a line of 128 bytes to be brought into L2.
 __device__ inline void prefetch_line(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));

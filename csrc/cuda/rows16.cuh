@@ -36,8 +36,8 @@ class BHalves {
           const T* const from = b + (first + g % 2 + 2 * i) * static_cast<int>(weights.stride) + rank_of_lane;
           uint4 v{};
           if constexpr (kGroups == 1) {
-            uint2 four{};
-            if (rank < end) four = kIsShared ? *reinterpret_cast<const uint2*>(from) : load_weights8(from);
+            static_assert(kIsShared);  // from global memory groups are loaded two at a time
+            const uint2 four = rank < end ? *reinterpret_cast<const uint2*>(from) : uint2{};
             v = {four.x, four.y, 0, 0};
           } else {
             if (rank < end) v = kIsShared ? *reinterpret_cast<const uint4*>(from) : load_weights16(from);

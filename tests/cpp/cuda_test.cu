@@ -55,7 +55,7 @@ TYPED_TEST(CudaKernels, ShrinkExpandAndApplyMatchTheDefinition) {
       {{72, {1024}, {136, 24}, 136, 0}, 300, {1, 1, 2}},
       {{72, {520, 1096}, {128, 8, 72, 0}, 128, 8}, 400, {1, 1, 2, 3, 0}},
       {{40, {1032}, {100, 5}, 128, 0, Kind::stacked}, 300, {1, 2, 2}},
-      {{8, {40}, {1480, 8}, 1480, 0}, 70, {1}},  // h of a tile has no room in shared memory
+      {{8, {40}, {1480, 8}, 1480, 0}, 70, {1}},  // h of a tile leaves one CTA to an SM, or finds no room
       {{36, {8}, {12}, 16, 0}, 1, {0}},
       {{36, {8}, {12}, 16, 0}, 1, {3}},
   };
