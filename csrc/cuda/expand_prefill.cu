@@ -28,6 +28,7 @@ constexpr int kThreads = (kWarps + 1) * kLanes;
 constexpr int kTileUnits = kPrefillRows / kUnitRows;
 constexpr int kBlockBytes = kBlockColumns * 2;
 constexpr int kBoxBytes = kUnitRows * kBlockBytes;  // y of a warp
+constexpr int kPlaceBytes = kWarps * kBoxBytes;     // y of a stage
 constexpr int kRowBytes = kCtaColumns * 2;
 constexpr int kMaxStages = 6;  // to an SM: with more y is no faster
 static_assert(kPrefillRows % kUnitRows == 0 && kUnitRows <= kLanes && kBoxBytes % 1024 == 0 &&
@@ -64,12 +65,12 @@ __global__ void __launch_bounds__(kThreads, num_ctas(kGroups))
                           int max_tiles, int column_blocks, int stages) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kRanks = kGroups * kGroupRanks;
-  static_assert(kIsLong || kBlockColumns * kRanks * 2 <= kWarps * kBoxBytes);
+  static_assert(kIsLong || kBlockColumns * kRanks * 2 <= kPlaceBytes);
   extern __shared__ unsigned char dynamic_shared[];
   __shared__ Unit<T> units[kMaxStages];
   unsigned char* const ring = dynamic_shared + (-shared_address(dynamic_shared) & 1023);  // y of each stage
   const int stage_vectors = hidden_vectors<kGroups>(args.site.max_rank);                  // of h
-  uint4* const hidden = reinterpret_cast<uint4*>(ring + stages * kWarps * kBoxBytes);
+  uint4* const hidden = reinterpret_cast<uint4*>(ring + stages * kPlaceBytes);
   const int warp = __shfl_sync(~0u, threadIdx.x / kLanes, 0);
   const int lane = threadIdx.x % kLanes;
   let_next_kernel_start();
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, num_ctas(kGroups))
         if (is_new && lane == 0) prefetch_bulk(b, width * row_bytes);
       } else {
         // B of as many warps as fit where a unit's y lies.
-        const int warps = min(kWarps * kBoxBytes / (kBlockColumns * row_bytes), kWarps);
+        const int warps = min(kPlaceBytes / (kBlockColumns * row_bytes), kWarps);
         for (int first = 0; is_new && first * kBlockColumns < width; first += warps) {
           Unit<T>& unit = units[stage];
           wait_for_cta_phase(&unit.empty, parity ^ 1);
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, num_ctas(kGroups))
             unit.slice = columns.slice;
             unit.column = columns.first;
             arrive(&unit.known);
-            load_bulk(ring + stage * kWarps * kBoxBytes, b + from * weights.stride, bytes, &unit.full);
+            load_bulk(ring + stage * kPlaceBytes, b + from * weights.stride, bytes, &unit.full);
           }
           arrive_after_copies(&unit.full);
           arrive_full(unit, bytes);
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, num_ctas(kGroups))
       __syncwarp();
       if (lane == 0) arrive(&unit.known);
       // All reading of y is asked for here.
-      unsigned char* const y_boxes = ring + stage * kWarps * kBoxBytes;
+      unsigned char* const y_boxes = ring + stage * kPlaceBytes;
       if (by_rows) {
         if (row >= 0) {
           load_blocks(y_boxes + lane * kRowBytes, y_maps.row, row, y_column / kBlockColumns, &unit.full);
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, num_ctas(kGroups))
     const Slice& slice = args.site.slices[unit.slice];
     const int width = static_cast<int>(slice.width);
     const int warp_column = unit.column + warp * kBlockColumns;
-    unsigned char* const place = ring + stage * kWarps * kBoxBytes;
+    unsigned char* const place = ring + stage * kPlaceBytes;
     if (!kIsLong && unit.b_end > unit.b_begin) {
       if (warp >= unit.b_begin && warp < unit.b_end) {
         wait_for_cta_phase(&unit.full, parity);
@@ -330,9 +331,8 @@ __global__ void __launch_bounds__(kThreads, num_ctas(kGroups))
         store16(to, y[piece_of(i / 8, i % 8)]);
       }
     }
-    if (is_box && lane == 0) {
+    if (is_box && lane == 0)
       store_box(y_maps.box, static_cast<int>(slice.offset) + warp_column, unit.row[0], y);
-    }
     leave_unit();
   }
   if (lane == 0) wait_for_bulk();
@@ -344,7 +344,7 @@ constexpr int kAlignBytes = 1024;
 constexpr int kOwnBytes = kMaxStages * sizeof(Unit<__half>);
 
 int64_t stage_bytes(int64_t vectors) {
-  return kWarps * kBoxBytes + vectors * 16;
+  return kPlaceBytes + vectors * 16;
 }
 
 template <typename T, int kGroups, bool kIsLong, typename Args>
@@ -352,7 +352,7 @@ int launch_expand(const Args& args, void* stream) {
   constexpr int kCtas = num_ctas(kGroups);
   const auto kernel = expand_prefill_kernel<Args, T, kGroups, kIsLong>;
   YMaps y_maps;
-  if (const int error = encode_y<kWarps>(args, &y_maps)) return error;
+  if (const int error = encode_y(args, kWarps, &y_maps)) return error;
   const int64_t tiles = max_prefill_tiles(args.rows, args.site.num_slots);
   const int64_t column_blocks = count_column_ctas(args.site, kCtaColumns);
   const Device device = current_device();

@@ -218,6 +218,7 @@ __global__ void __launch_bounds__(kOwn* kThreads)
       }
     }
   };
+  // A deeper ring pays where A is large. Elsewhere CTAs of two slots would only fall behind those of one.
   if (kTilesOfStage == 1 && is_one_slot) {
     multiply(std::integral_constant<int, 1>());
   } else {

@@ -15,12 +15,11 @@ namespace loramux {
 // eight rows meet in no bank.
 struct YMaps {
   CUtensorMap box;     // 16 rows of one block of columns
-  CUtensorMap blocks;  // 16 rows of kBlocks blocks, where columns are counted in whole blocks
+  CUtensorMap blocks;  // 16 rows of several, where columns are counted in whole blocks
   CUtensorMap row;     // one row of those
 };
 
-template <int kBlocks>
-int encode_y(const ExpandArgs& args, YMaps* maps) {
+inline int encode_y(const ExpandArgs& args, cuuint32_t num_blocks, YMaps* maps) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -37,8 +36,8 @@ int encode_y(const ExpandArgs& args, YMaps* maps) {
   const cuuint64_t blocks[] = {kBlockColumns, rows, std::max<cuuint64_t>(columns / kBlockColumns, 1)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(args.y_stride * item_size(site.dtype)),
                                 kBlockColumns * 2};
-  const cuuint32_t rows16[] = {kBlockColumns, kUnitRows, kBlocks};
-  const cuuint32_t row1[] = {kBlockColumns, 1, kBlocks};
+  const cuuint32_t rows16[] = {kBlockColumns, kUnitRows, num_blocks};
+  const cuuint32_t row1[] = {kBlockColumns, 1, num_blocks};
   const cuuint32_t steps[] = {1, 1, 1};
   const auto type =
       site.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
