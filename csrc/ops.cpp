@@ -92,7 +92,7 @@ void apply_on_cpu(const Tensor& y, const Tensor& scratch, const Tensor& x, std::
                   const Tensor& table, const Tensor& plan, int64_t entry, std::vector<int64_t> widths,
                   int64_t max_rank, std::optional<Tensor> active) {
   if (!is_active(active)) return;
-  const ShrinkArgs input = check_input(scratch, x, weights, table, plan, entry, widths, max_rank, y);
+  const ShrinkArgs input = check_input(scratch, x, weights, table, plan, entry, widths, max_rank, y.device());
   const ApplyArgs args = with_output(input, y);
   check_plan_rows(input.plan, input.rows);
   apply_cpu(args, parallel_for);
@@ -100,7 +100,7 @@ void apply_on_cpu(const Tensor& y, const Tensor& scratch, const Tensor& x, std::
 
 void apply_packed_on_cpu(const Tensor& y, const Tensor& scratch, const Tensor& x, const Tensor& plan,
                          const Tensor& site) {
-  const ApplyArgs args = with_output(check_packed_input(scratch, x, plan, site, y), y);
+  const ApplyArgs args = with_output(check_packed_input(scratch, x, plan, site, y.device()), y);
   check_plan_rows(args.shrink.plan, args.shrink.rows);
   apply_cpu(args, parallel_for);
 }
@@ -157,7 +157,9 @@ void* current_stream(int32_t device) {
 template <typename Kernel, typename Args>
 void launch(Kernel kernel, const Args& args, const Tensor& on) {
   const int32_t device = on.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  // A guard costs the host more than to ask whether one is needed.
+  std::optional<torch::stable::accelerator::DeviceGuard> guard;
+  if (current_cuda_device() != device) guard.emplace(device);
   const int error = kernel(args, current_stream(device));
   STD_TORCH_CHECK(error == 0, "a LoRA kernel could not be launched: ", take_cuda_error(error));
 }
@@ -176,13 +178,13 @@ void apply_on_cuda(const Tensor& y, const Tensor& scratch, const Tensor& x, std:
                    const Tensor& table, const Tensor& plan, int64_t entry, std::vector<int64_t> widths,
                    int64_t max_rank, std::optional<Tensor> active) {
   if (!is_active(active)) return;
-  const ShrinkArgs input = check_input(scratch, x, weights, table, plan, entry, widths, max_rank, y);
+  const ShrinkArgs input = check_input(scratch, x, weights, table, plan, entry, widths, max_rank, y.device());
   launch(apply_cuda, with_output(input, y), y);
 }
 
 void apply_packed_on_cuda(const Tensor& y, const Tensor& scratch, const Tensor& x, const Tensor& plan,
                           const Tensor& site) {
-  launch(apply_cuda, with_output(check_packed_input(scratch, x, plan, site, y), y), y);
+  launch(apply_cuda, with_output(check_packed_input(scratch, x, plan, site, y.device()), y), y);
 }
 
 // Whether delta has the rows of the step. lora_finish_ does all of a longer one.
@@ -195,7 +197,7 @@ bool has_room(const Tensor& delta, const Tensor& x) {
 // The deltas that lora_start makes for lora_finish_ to add; none where lora_finish_ does all.
 std::optional<ApplyArgs> with_delta(const ShrinkArgs& input, const Tensor& delta, const Tensor& scratch) {
   const Site& site = input.site;
-  check_device(delta, "delta", scratch);
+  check_device(delta, "delta", scratch.device());
   check_columns(delta, "delta", site);
   const int64_t need = kBesideParts * input.rows * site.num_slices * site.max_rank;
   STD_TORCH_CHECK(scratch.numel() >= need, "scratch has ", scratch.numel(), " values, lora_start needs ",
@@ -209,7 +211,8 @@ void start_on_cuda(const Tensor& delta, const Tensor& scratch, const Tensor& x, 
                    const Tensor& table, const Tensor& plan, int64_t entry, std::vector<int64_t> widths,
                    int64_t max_rank, std::optional<Tensor> active) {
   if (!is_active(active) || !has_room(delta, x)) return;
-  const ShrinkArgs input = check_input(scratch, x, weights, table, plan, entry, widths, max_rank, delta);
+  const ShrinkArgs input =
+      check_input(scratch, x, weights, table, plan, entry, widths, max_rank, delta.device());
   if (const auto made = with_delta(input, delta, scratch)) launch(start_cuda, *made, delta);
 }
 
@@ -217,7 +220,7 @@ void finish_on_cuda(const Tensor& y, const Tensor& delta, const Tensor& scratch,
                     std::vector<Tensor> weights, const Tensor& table, const Tensor& plan, int64_t entry,
                     std::vector<int64_t> widths, int64_t max_rank, std::optional<Tensor> active) {
   if (!is_active(active)) return;
-  const ShrinkArgs input = check_input(scratch, x, weights, table, plan, entry, widths, max_rank, y);
+  const ShrinkArgs input = check_input(scratch, x, weights, table, plan, entry, widths, max_rank, y.device());
   const ApplyArgs args = with_output(input, y);
   const auto made = has_room(delta, x) ? with_delta(input, delta, scratch) : std::nullopt;
   if (!made) return launch(apply_cuda, args, y);

@@ -155,13 +155,14 @@ int apply(const ApplyArgs& args, void* stream) {
 
 }  // namespace
 
-bool apply_decode_serves(const ApplyArgs& args) {
+bool apply_decode_serves(const ApplyArgs& args, const Device& device) {
   const Site& site = args.shrink.site;
-  if (!shrink_decode_serves(args.shrink) || !expand_serves(args.expand) || site.max_rank > 64 ||
-      decode_steps(site.in_features) > 8 || decode_parts(site.in_features) * rank_parts(site) > kMaxParts)
+  if (!shrink_decode_serves(args.shrink, device) || !expand_serves(args.expand, device) ||
+      site.max_rank > 64 || decode_steps(site.in_features) > 8 ||
+      decode_parts(site.in_features) * rank_parts(site) > kMaxParts)
     return false;
   const dim3 grid = grid_of(site, args.shrink.rows);
-  return int64_t{grid.x} * grid.y <= max_one_kernel_ctas(site.max_rank) * current_device().multiprocessors;
+  return int64_t{grid.x} * grid.y <= max_one_kernel_ctas(site.max_rank) * device.multiprocessors;
 }
 
 int apply_decode(const ApplyArgs& args, void* stream) {

@@ -191,9 +191,10 @@ bool beside_serves(const ApplyArgs& delta) {
   const ShrinkArgs& shrink = delta.shrink;
   const Site& site = shrink.site;
   const int64_t adapters = std::min(shrink.rows, site.num_slots - 1);
+  const Device device = current_device();
   return has_tiles(shrink) && shrink.rows <= kBesideRows && site.max_rank <= kMaxRank &&
-         adapters * site.max_rank <= kRanks && !is_portable_forced() && shrink_decode_serves(shrink) &&
-         expand_serves(delta.expand);
+         adapters * site.max_rank <= kRanks && !is_portable_forced() &&
+         shrink_decode_serves(shrink, device) && expand_serves(delta.expand, device);
 }
 
 int start_cuda(const ApplyArgs& delta, void* stream) {

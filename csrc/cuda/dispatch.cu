@@ -29,20 +29,23 @@ bool is_portable_forced() {
 
 int shrink_cuda(const ShrinkArgs& args, void* stream) {
   const bool forced = is_portable_forced();
+  const Device device = current_device();
   return run(
       args,
       [&] {
-        return !forced && shrink_decode_serves(args) ? shrink_decode(args, stream)
-                                                     : shrink_portable(TileKind::decode, args, stream);
+        return !forced && shrink_decode_serves(args, device)
+                   ? shrink_decode(args, stream)
+                   : shrink_portable(TileKind::decode, args, stream);
       },
       [&] {
-        return !forced && shrink_prefill_serves(args) ? shrink_prefill(args, stream)
-                                                      : shrink_portable(TileKind::prefill, args, stream);
+        return !forced && shrink_prefill_serves(args, device)
+                   ? shrink_prefill(args, stream)
+                   : shrink_portable(TileKind::prefill, args, stream);
       });
 }
 
 int expand_cuda(const ExpandArgs& args, void* stream) {
-  const bool is_tuned = !is_portable_forced() && expand_serves(args);
+  const bool is_tuned = !is_portable_forced() && expand_serves(args, current_device());
   return run(
       args,
       [&] {
@@ -55,14 +58,16 @@ int expand_cuda(const ExpandArgs& args, void* stream) {
 
 int apply_cuda(const ApplyArgs& args, void* stream) {
   const bool has_prefill = max_prefill_tiles(args.shrink.rows, args.shrink.site.num_slots) > 0;
-  if (has_tiles(args.shrink) && !has_prefill && !is_portable_forced() && apply_decode_serves(args))
+  if (has_tiles(args.shrink) && !has_prefill && !is_portable_forced() &&
+      apply_decode_serves(args, current_device()))
     return apply_decode(args, stream);
   const int error = shrink_cuda(args.shrink, stream);
   return error != cudaSuccess ? error : expand_cuda(args.expand, stream);
 }
 
 int embedding_cuda(const EmbeddingArgs& args, void* stream) {
-  const bool is_tuned = !is_portable_forced() && expand_serves(args) && args.site.in_features <= INT32_MAX;
+  const bool is_tuned =
+      !is_portable_forced() && expand_serves(args, current_device()) && args.site.in_features <= INT32_MAX;
   return run(
       args,
       [&] {
@@ -72,6 +77,12 @@ int embedding_cuda(const EmbeddingArgs& args, void* stream) {
         return is_tuned ? embedding_prefill(args, stream)
                         : embedding_portable(TileKind::prefill, args, stream);
       });
+}
+
+int current_cuda_device() {
+  int index = -1;
+  cudaGetDevice(&index);
+  return index;
 }
 
 const char* take_cuda_error(int error) {

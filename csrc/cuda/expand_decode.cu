@@ -119,9 +119,9 @@ int expand(const ExpandArgs& args, int h_parts, void* stream) {
 
 }  // namespace
 
-bool expand_serves(const ExpandArgs& args) {
+bool expand_serves(const ExpandArgs& args, const Device& device) {
   const Site& site = args.site;
-  if (!is_half(site.dtype) || current_device().capability < 90) return false;
+  if (!is_half(site.dtype) || device.capability < 90) return false;
   static const bool is_compiled =
       is_compiled_for_sm90(expand_decode_kernel<ExpandArgs, __half, 1, 2, 5, false, false>);
   bool whole_vectors = site.max_rank % 8 == 0 && site.rank_stride <= site.max_rank &&
@@ -131,7 +131,7 @@ bool expand_serves(const ExpandArgs& args) {
     const Slice& slice = site.slices[i];
     whole_vectors &= slice.width % 8 == 0 && slice.offset % 8 == 0 && slice.offset + slice.width < 1 << 30;
   }
-  return is_compiled && whole_vectors && fits_grid(args) && expand_prefill_has_room(site);
+  return is_compiled && whole_vectors && fits_grid(args) && expand_prefill_has_room(site, device);
 }
 
 int expand_decode(const ExpandArgs& args, int h_parts, void* stream) {

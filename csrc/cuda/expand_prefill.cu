@@ -384,9 +384,9 @@ int expand(const Args& args, void* stream) {
 
 }  // namespace
 
-bool expand_prefill_has_room(const Site& site) {
+bool expand_prefill_has_room(const Site& site, const Device& device) {
   const int64_t bytes = stage_bytes(hidden_vectors<2>(site.max_rank));
-  return 2 * bytes + kAlignBytes + kOwnBytes <= current_device().shared_bytes;
+  return 2 * bytes + kAlignBytes + kOwnBytes <= device.shared_bytes;
 }
 
 int expand_prefill(const ExpandArgs& args, void* stream) {

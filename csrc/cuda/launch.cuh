@@ -49,8 +49,7 @@ struct Device {
 inline Device current_device() {
   thread_local int known = -1;
   thread_local Device device;
-  int index = 0;
-  cudaGetDevice(&index);
+  const int index = current_cuda_device();
   if (index != known) {
     int major = 0, minor = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);

@@ -149,9 +149,9 @@ int shrink(const ShrinkArgs& args, void* stream) {
 
 }  // namespace
 
-bool shrink_decode_serves(const ShrinkArgs& args) {
+bool shrink_decode_serves(const ShrinkArgs& args, const Device& device) {
   const Site& site = args.site;
-  if (!is_half(site.dtype) || current_device().capability < 90) return false;
+  if (!is_half(site.dtype) || device.capability < 90) return false;
   static const bool is_compiled = is_compiled_for_sm90(shrink_decode_kernel<__half, 1, 4, false, false>);
   return is_compiled && site.in_features % 8 == 0 && site.in_features < 1 << 30 &&
          is_aligned(args.x, args.x_stride, site.dtype) && fits_grid(args);

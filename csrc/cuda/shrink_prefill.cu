@@ -311,14 +311,13 @@ int shrink(const ShrinkArgs& args, void* stream) {
 
 }  // namespace
 
-bool shrink_prefill_serves(const ShrinkArgs& args) {
+bool shrink_prefill_serves(const ShrinkArgs& args, const Device& device) {
 #ifdef LORAMUX_SM90A
   const Site& site = args.site;
   return is_half(site.dtype) && site.in_features % 8 == 0 && site.in_features < 1 << 30 &&
-         is_aligned(args.x, args.x_stride, site.dtype) && fits_grid(args) &&
-         current_device().capability == 90;
+         is_aligned(args.x, args.x_stride, site.dtype) && fits_grid(args) && device.capability == 90;
 #else
-  (void)args;
+  (void)args, (void)device;
   return false;  // no code for sm_90a was compiled
 #endif
 }

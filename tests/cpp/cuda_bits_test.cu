@@ -55,7 +55,8 @@ TYPED_TEST(CudaBits, BitsOfARowDependOnNothingElse) {
     const auto decode = rows_in_tiles<TypeParam>(shape, TileKind::decode);
     const auto prefill = rows_in_tiles<TypeParam>(shape, TileKind::prefill);
     const bool is_portable =
-        is_portable_forced() || !shrink_decode_serves(Problem<TypeParam>(shape, 1).args().shrink);
+        is_portable_forced() ||
+        !shrink_decode_serves(Problem<TypeParam>(shape, 1).args().shrink, current_device());
     EXPECT_EQ(is_portable, is_portable_forced() || pad != 0 || sizeof(TypeParam) == 4);
     for (int64_t row = 0; row < kRowsOfBits && is_portable; ++row)
       expect_same_bits(decode[row], prefill[row]);
@@ -90,7 +91,7 @@ TYPED_TEST(CudaForms, BitsOfARowDoNotDependOnTheForm) {
     Problem<TypeParam> problem(shape, 20);
     problem.set_plan({1, 2, 0});
     const ApplyArgs args = problem.args();
-    ASSERT_TRUE(apply_decode_serves(args));
+    ASSERT_TRUE(apply_decode_serves(args, current_device()));
     EXPECT_CUDA(apply_decode(args, stream()));
     const std::vector<TypeParam> want = problem.y.read();
     problem.reset();

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cuda/kernels.h"
+#include "cuda/launch.cuh"
 #include "host/plan.h"
 #include "lora.h"
 
@@ -286,8 +287,8 @@ struct Problem {
 
   // The tuned expand rounds its operand, h, to T.
   std::vector<T> want_y() const {
-    const bool rounds_h =
-        !is_portable_forced() && shape.kind != Kind::embedding && expand_serves(args().expand);
+    const bool rounds_h = !is_portable_forced() && shape.kind != Kind::embedding &&
+                          expand_serves(args().expand, current_device());
     std::vector<T> want = y_before;
     for (int64_t row = 0; row < rows; ++row) {
       for (int slice = 0; slice < shape.slices(); ++slice) {

@@ -365,7 +365,7 @@ TEST_F(CudaTest, OffsetsAreSixtyFourBitsWide) {
     std::vector<std::function<int()>> forms = {
         [&] { return apply_cuda(args, stream()); },
         [&] { return portable(is_decode ? TileKind::decode : TileKind::prefill); }};
-    if (is_decode && shrink_decode_serves(args.shrink)) {
+    if (is_decode && shrink_decode_serves(args.shrink, current_device())) {
       forms.push_back([&] {
         const int error = shrink_decode(args.shrink, stream());
         return error != cudaSuccess ? error : expand_decode(args.expand, 1, stream());
