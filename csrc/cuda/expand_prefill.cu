@@ -109,6 +109,14 @@ __global__ void __launch_bounds__(kThreads, num_ctas(kGroups))
     ColumnRange columns{};
     int weights_block = -1, weights_slot = 0;
     bool is_new = false;
+    const auto describe = [&](Unit<T>& unit, int b_begin, int b_end) {
+      unit.weights = weights;
+      unit.is_last = false;
+      unit.b_begin = b_begin;
+      unit.b_end = b_end;
+      unit.slice = columns.slice;
+      unit.column = columns.first;
+    };
     // Every lane's own arrival shows what it wrote of h.
     const auto arrive_full = [&](Unit<T>& unit, int bytes) {
       lane == 0 ? arrive_and_expect(&unit.full, bytes) : arrive(&unit.full);
@@ -139,21 +147,16 @@ __global__ void __launch_bounds__(kThreads, num_ctas(kGroups))
       const int row_bytes = static_cast<int>(weights.stride * sizeof(T));
       if constexpr (kIsLong) {
         if (is_new && lane == 0) prefetch_bulk(b, width * row_bytes);
-      } else {
+      } else if (is_new) {
         // B of as many warps as fit where a unit's y lies.
         const int warps = min(kPlaceBytes / (kBlockColumns * row_bytes), kWarps);
-        for (int first = 0; is_new && first * kBlockColumns < width; first += warps) {
+        for (int first = 0; first * kBlockColumns < width; first += warps) {
           Unit<T>& unit = units[stage];
           wait_for_cta_phase(&unit.empty, parity ^ 1);
           const int from = first * kBlockColumns;
           const int bytes = min(width - from, warps * kBlockColumns) * row_bytes;
           if (lane == 0) {
-            unit.weights = weights;
-            unit.is_last = false;
-            unit.b_begin = first;
-            unit.b_end = first + warps;
-            unit.slice = columns.slice;
-            unit.column = columns.first;
+            describe(unit, first, first + warps);
             arrive(&unit.known);
             load_bulk(ring + stage * kPlaceBytes, b + from * weights.stride, bytes, &unit.full);
           }
@@ -186,12 +189,8 @@ __global__ void __launch_bounds__(kThreads, num_ctas(kGroups))
         unit.factor[lane] = weights.scale * found.scale;
       }
       if (lane == 0) {
-        unit.weights = weights;
+        describe(unit, 0, 0);
         unit.is_new = is_new;
-        unit.is_last = false;
-        unit.b_begin = unit.b_end = 0;
-        unit.slice = columns.slice;
-        unit.column = columns.first;
         unit.boxes = boxes;
         unit.by_rows = by_rows;
       }

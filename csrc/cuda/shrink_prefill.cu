@@ -289,10 +289,11 @@ int launch_shrink(const ShrinkArgs& args, int64_t groups, void* stream) {
   return launch(kernel, grid, kOwn * kThreads, kCluster, stream, kRing + 1024, args);
 }
 
-// One tile and one part a CTA while that fills the chip no more than once.
+// One tile and one part a CTA while those of as many tiles as the rows need at least are resident at once: a
+// plan that could have more seldom does.
 template <typename T, int kGroups>
 int launch_shrink(const ShrinkArgs& args, int64_t groups, void* stream) {
-  const int64_t ctas = kParts * max_prefill_tiles(args.rows, args.site.num_slots) * ceil_div(groups, kGroups);
+  const int64_t ctas = kParts * ceil_div(args.rows, kPrefillRows) * ceil_div(groups, kGroups);
   return ctas <= 2 * current_device().multiprocessors ? launch_shrink<T, kGroups, 1>(args, groups, stream)
                                                       : launch_shrink<T, kGroups, 2>(args, groups, stream);
 }

@@ -56,6 +56,9 @@ TYPED_TEST(CudaKernels, ShrinkExpandAndApplyMatchTheDefinition) {
       {{72, {520, 1096}, {128, 8, 72, 0}, 128, 8}, 400, {1, 1, 2, 3, 0}},
       {{40, {1032}, {100, 5}, 128, 0, Kind::stacked}, 300, {1, 2, 2}},
       {{8, {40}, {1480, 8}, 1480, 0}, 70, {1}},  // h of a tile leaves one CTA to an SM, or finds no room
+      // of an H200 the last that finds room, and the first that does not
+      {{8, {40}, {3072, 8}, 3072, 0}, 70, {1}},
+      {{8, {40}, {3080, 8}, 3080, 0}, 70, {1}},
       {{36, {8}, {12}, 16, 0}, 1, {0}},
       {{36, {8}, {12}, 16, 0}, 1, {3}},
   };
@@ -127,7 +130,8 @@ TEST_F(CudaTest, TilesThatShareACtaMatchTheDefinition) {
        {std::pair<Shape, std::vector<int32_t>>{{8, {6152}, {8, 16}, 16, 0}, few_of_two},
         {{8, {5000}, {32, 8}, 32, 8}, {1, 2, 2}},
         {{8, {4104}, {8, 40, 0}, 64, 0}, {1, 2, 2, 3}},
-        {{8, {1032}, {8, 104, 24}, 128, 0}, {1, 2, 2, 3}}}) {
+        {{8, {1032}, {8, 104, 24}, 128, 0}, {1, 2, 2, 3}},
+        {{8, {520}, {8, 680}, 680, 0}, {1, 2, 2}}}) {  // two stages, over and over
     SCOPED_TRACE(testing::Message() << "max_rank " << shape.max_rank);
     Problem<__nv_bfloat16> problem(shape, 9000);
     problem.set_plan(slots);
