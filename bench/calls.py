@@ -17,7 +17,8 @@ from loramux import StepPlan, lora_apply_
 from .common import COLD_BYTES, SITES, SiteShape, arena_sites, graphs_us, write_results
 from .kernels import call_us
 
-ADAPTERS, ROWS, RANK = 8, 8, 16
+ADAPTERS, RANK = 8, 16
+ROWS = (8, 2048)  # of a step in pools
 POOLS = (8, 64, 512)
 RUN = 100  # eager calls at a time, too few to fill the queue
 DECODE = [(slot, 1) for slot in range(9, 65)]  # of a mixed step, (slot, rows) each
@@ -29,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    rows = [row for name in SITES for row in pool_sizes(name)]
+    rows = [row for name in SITES for count in ROWS for row in pool_sizes(name, count)]
     for row in rows:
-        print("{site:8} 8 adapters in {slots:4} slots: {us:7.3f} us".format(**row))
+        print("{site:8} {rows:4} rows, 8 adapters in {slots:4} slots: {us:7.3f} us".format(**row))
     for name in SITES:
         for rank in (16, 64):
             rows.append(mixed_step(name, rank))
@@ -44,18 +45,18 @@ def run(options: argparse.Namespace) -> None:
     write_results(options.json, rows)
 
 
-def pool_sizes(name: str) -> list[dict[str, Any]]:
-    """The same step of 8 adapters, each a row, in pools of several sizes that take turns."""
+def pool_sizes(name: str, rows: int) -> list[dict[str, Any]]:
+    """The same step of 8 adapters in pools of several sizes that take turns."""
     shape = SITES[name]
     layers = math.ceil(COLD_BYTES / (ADAPTERS * shape.weight_bytes(RANK)))
 
     def call(slots: int) -> Callable[[int], Any]:
-        sites, plan, x, y = _step(shape, slots, layers)
+        sites, plan, x, y = _step(shape, rows, slots, layers)
         return lambda i: lora_apply_(y, x, sites[i], plan)
 
     times = graphs_us([call(slots) for slots in POOLS], layers, 35)
     return [
-        {"figure": "pool_size", "site": name, "slots": slots, "us": round(us, 3)}
+        {"figure": "pool_size", "site": name, "rows": rows, "slots": slots, "us": round(us, 3)}
         for slots, us in zip(POOLS, times, strict=True)
     ]
 
@@ -86,7 +87,7 @@ def mixed_step(name: str, rank: int) -> dict[str, Any]:
 
 def dispatch(turns: int) -> dict[str, Any]:
     """Host time of an eager call, and of torch's simplest one, by turns."""
-    sites, plan, x, y = _step(SITES["qkv"], ADAPTERS, 1)
+    sites, plan, x, y = _step(SITES["qkv"], ADAPTERS, ADAPTERS, 1)
     calls = {"us": lambda: lora_apply_(y, x, sites[0], plan), "add_us": lambda: y.add_(y)}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(turns // RUN):
@@ -104,12 +105,12 @@ def _host_us(call: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) / RUN * 1e6
 
 
-def _step(shape: SiteShape, slots: int, layers: int) -> tuple[Any, StepPlan, Any, Any]:
+def _step(shape: SiteShape, rows: int, slots: int, layers: int) -> tuple[Any, StepPlan, Any, Any]:
     dtype = torch.bfloat16
     sites = arena_sites(shape, slots, RANK, layers, dtype, "cuda")
-    plan = StepPlan(ROWS, slots + 1, "cuda", len(shape.widths) * RANK)
+    plan = StepPlan(rows, slots + 1, "cuda", len(shape.widths) * RANK)
     used = [1 + i * (slots // ADAPTERS) for i in range(ADAPTERS)]
-    plan.update(used, [1] * ROWS, [1.0] * ROWS)
-    x = torch.randn(ROWS, shape.width_in, dtype=dtype, device="cuda")
-    y = torch.randn(ROWS, sum(shape.widths), dtype=dtype, device="cuda")
+    plan.update(used, [rows // ADAPTERS] * ADAPTERS, [1.0] * ADAPTERS)
+    x = torch.randn(rows, shape.width_in, dtype=dtype, device="cuda")
+    y = torch.randn(rows, sum(shape.widths), dtype=dtype, device="cuda")
     return sites, plan, x, y

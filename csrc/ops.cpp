@@ -154,13 +154,23 @@ void* current_stream(int32_t device) {
   return stream;
 }
 
+// Makes a tensor's device the current one. A guard costs the host more than to ask whether one is needed.
+class OnDeviceOf {
+ public:
+  explicit OnDeviceOf(const Tensor& t) : device_(t.get_device_index()) {
+    if (current_cuda_device() != device_) guard_.emplace(device_);
+  }
+  void* stream() const { return current_stream(device_); }
+
+ private:
+  int32_t device_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
+
 template <typename Kernel, typename Args>
 void launch(Kernel kernel, const Args& args, const Tensor& on) {
-  const int32_t device = on.get_device_index();
-  // A guard costs the host more than to ask whether one is needed.
-  std::optional<torch::stable::accelerator::DeviceGuard> guard;
-  if (current_cuda_device() != device) guard.emplace(device);
-  const int error = kernel(args, current_stream(device));
+  const OnDeviceOf device(on);
+  const int error = kernel(args, device.stream());
   STD_TORCH_CHECK(error == 0, "a LoRA kernel could not be launched: ", take_cuda_error(error));
 }
 
@@ -202,6 +212,7 @@ std::optional<ApplyArgs> with_delta(const ShrinkArgs& input, const Tensor& delta
   const int64_t need = kBesideParts * input.rows * site.num_slices * site.max_rank;
   STD_TORCH_CHECK(scratch.numel() >= need, "scratch has ", scratch.numel(), " values, lora_start needs ",
                   need, ", or a delta of fewer rows");
+  const OnDeviceOf device(delta);
   const ApplyArgs args = {input,
                           {site, input.plan, input.h, delta.mutable_data_ptr(), delta.size(1), input.rows}};
   return beside_serves(args) ? std::optional(args) : std::nullopt;

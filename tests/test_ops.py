@@ -19,7 +19,9 @@ from loramux.ops import (
     lora_apply_,
     lora_embedding_,
     lora_expand_,
+    lora_finish_,
     lora_shrink,
+    lora_start,
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -365,6 +367,35 @@ def test_what_records_a_call_sees_the_sites_tensors():
     assert [node.target for node in graph.nodes if "lora" in str(node.target)] == [
         torch.ops.loramux.lora_apply_.default
     ]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_calls_run_where_their_tensors_are():
+    here, dtype = torch.device("cuda", 1), torch.bfloat16
+    site = stacked_site(64, [32, 16], 8, dtype, here)
+    tokens = stacked_site(64, [48], 8, dtype, here, embedding=True)
+    x, y = operands(len(SLOTS), 64, site, dtype, here)
+    plan = StepPlan.for_rows(SLOTS, site.num_slots, here)
+    ids = torch.arange(len(SLOTS), device=here)
+
+    def results():
+        h = lora_shrink(x, site, plan)
+        started = lora_start(x, site, plan)
+        return [
+            lora_apply_(y.clone(), x, site, plan),
+            lora_expand_(y.clone(), h, site, plan),
+            lora_finish_(y.clone(), started),
+            lora_embedding_(y.clone(), ids, tokens, plan),
+        ]
+
+    with torch.cuda.device(here):
+        want = results()
+    with torch.cuda.device(0):
+        got = results()
+        assert torch.cuda.current_device() == 0
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert_accurate(got[0], y, x, site, SLOTS)
 
 
 class TestTorchContract:

@@ -1,6 +1,6 @@
 // Where one form of a call takes over from another. `python -m bench forms` measures the candidates on the
 // device at hand and prints these rows anew. Those here are of bench/results/forms-h200.json, where limits of
-// 0.5 and 1 are 0.3% apart at rank 64.
+// 0.5 and 1 are 0.5% apart at rank 64.
 #pragma once
 
 #include <cstdint>
