@@ -125,11 +125,11 @@ int launch_shrink(const ShrinkArgs& args, void* stream) {
   const int parts = decode_parts(args.site.in_features);
   const int64_t rank_blocks = ceil_div(args.site.max_rank, kGroups * kGroupRanks);
   const int64_t tiles = max_decode_tiles(args.rows, args.site.num_slots);
-  // As many clusters as the chip holds twice go through the tiles of a long step: over many slots most are
-  // not there, and CTAs that come in vain take their time too.
+  // Of a step that may have prefills most tiles over many slots are not there, and CTAs that come in vain
+  // take their time too: so clusters go through the tiles. Of a short step more of them are there.
+  const int64_t ctas_of_sm = args.rows < kLongStepRows ? 16 : 2 * loop_ctas(kGroups, kIsLong);
   const int64_t tile_ctas = parts * args.site.num_slices * rank_blocks;
-  const int64_t resident = 2 * loop_ctas(kGroups, kIsLong) * current_device().multiprocessors;
-  const int64_t most = std::max<int64_t>(resident / tile_ctas, 1);
+  const int64_t most = std::max<int64_t>(ctas_of_sm * current_device().multiprocessors / tile_ctas, 1);
   const bool loops = max_prefill_tiles(args.rows, args.site.num_slots) > 0 && tiles > most;
   const dim3 grid(parts, loops ? most : tiles, args.site.num_slices * rank_blocks);
   return launch(loops ? shrink_decode_kernel<T, kGroups, kSteps, kIsLong, true>
