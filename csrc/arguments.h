@@ -62,9 +62,10 @@ inline void set_weights(Site& site, const std::vector<Tensor>& tensors, const Te
   const bool arena = tensors.size() == 1;
   STD_TORCH_CHECK(arena || static_cast<int64_t>(tensors.size()) == 2 * slices, "weights has ", tensors.size(),
                   " tensors; want the arena alone, or A and B of each of ", slices, " slices");
+  const ScalarType dtype = tensors[0].scalar_type();
   for (const Tensor& t : tensors) {
     check_device(t, "weights", device);
-    STD_TORCH_CHECK(t.is_contiguous() && t.scalar_type() == tensors[0].scalar_type(),
+    STD_TORCH_CHECK(t.is_contiguous() && t.scalar_type() == dtype,
                     "weights must be contiguous and of one dtype");
   }
   site.dtype = dtype_of(tensors[0], "weights");
@@ -212,7 +213,7 @@ inline ShrinkArgs check_input(const Tensor& scratch, const Tensor& x, const std:
                               const Tensor& table, const Tensor& plan, int64_t entry,
                               const std::vector<int64_t>& widths, int64_t max_rank,
                               const TensorDevice& device) {
-  STD_TORCH_CHECK(x.dim() == 2, "x has ", x.dim(), " dimensions; want [rows, in]");
+  STD_TORCH_CHECK(x.dim() == 2, "x has ", x.dim(), " dimensions; want [rows, columns]");
   const Site site = site_of(weights, table, entry, widths, x.size(1), max_rank, device);
   return check_input(site, scratch, x, plan, device);
 }

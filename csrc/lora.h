@@ -154,6 +154,7 @@ inline constexpr int64_t kBesideParts = 8;
 bool beside_serves(const ApplyArgs& delta);
 int start_cuda(const ApplyArgs& delta, void* stream);
 int finish_cuda(const ExpandArgs& delta, void* y, int64_t y_stride, void* stream);
+// -1 where there is none.
 int current_cuda_device();
 // What an error says. The runtime forgets it, or torch would report it of its own next kernel.
 const char* take_cuda_error(int error);

@@ -208,13 +208,12 @@ bool has_room(const Tensor& delta, const Tensor& x) {
 std::optional<ApplyArgs> with_delta(const ShrinkArgs& input, const Tensor& delta, const Tensor& scratch) {
   const Site& site = input.site;
   check_device(delta, "delta", scratch.device());
-  check_columns(delta, "delta", site);
+  const int64_t columns = check_columns(delta, "delta", site).columns;
   const int64_t need = kBesideParts * input.rows * site.num_slices * site.max_rank;
   STD_TORCH_CHECK(scratch.numel() >= need, "scratch has ", scratch.numel(), " values, lora_start needs ",
                   need, ", or a delta of fewer rows");
   const OnDeviceOf device(delta);
-  const ApplyArgs args = {input,
-                          {site, input.plan, input.h, delta.mutable_data_ptr(), delta.size(1), input.rows}};
+  const ApplyArgs args = {input, {site, input.plan, input.h, delta.mutable_data_ptr(), columns, input.rows}};
   return beside_serves(args) ? std::optional(args) : std::nullopt;
 }
 

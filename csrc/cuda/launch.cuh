@@ -76,16 +76,18 @@ bool is_compiled_for_sm90(Kernel* kernel) {
 template <typename... Args>
 int launch(void (*kernel)(Args...), dim3 grid, int threads, int cluster, void* stream, int shared_bytes,
            const Args&... args) {
-  const bool fills_chip =
-      int64_t{4} * grid.x * grid.y * grid.z > int64_t{3} * current_device().multiprocessors;
   cudaLaunchAttribute attributes[3] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   attributes[2].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
-  attributes[2].val.clusterSchedulingPolicyPreference =
-      fills_chip ? cudaClusterSchedulingPolicyLoadBalancing : cudaClusterSchedulingPolicySpread;
+  if (cluster > 1) {
+    const int64_t ctas = int64_t{grid.x} * grid.y * grid.z;
+    attributes[2].val.clusterSchedulingPolicyPreference = 4 * ctas > 3 * current_device().multiprocessors
+                                                              ? cudaClusterSchedulingPolicyLoadBalancing
+                                                              : cudaClusterSchedulingPolicySpread;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = threads;

@@ -125,8 +125,9 @@ int launch_shrink(const ShrinkArgs& args, void* stream) {
   const int parts = decode_parts(args.site.in_features);
   const int64_t rank_blocks = ceil_div(args.site.max_rank, kGroups * kGroupRanks);
   const int64_t tiles = max_decode_tiles(args.rows, args.site.num_slots);
-  // Of a step that may have prefills most tiles over many slots are not there, and CTAs that come in vain
-  // take their time too: so clusters go through the tiles. Of a short step more of them are there.
+  // Over many slots most of the tiles that a step could have are not there, and CTAs that come in vain take
+  // their time too: so clusters go through the tiles. A long step is prefills mostly, which wait for them; a
+  // short one is decode rows, whose tiles are done sooner by CTAs of their own.
   const int64_t ctas_of_sm = args.rows < kLongStepRows ? 16 : 2 * loop_ctas(kGroups, kIsLong);
   const int64_t tile_ctas = parts * args.site.num_slices * rank_blocks;
   const int64_t most = std::max<int64_t>(ctas_of_sm * current_device().multiprocessors / tile_ctas, 1);

@@ -289,8 +289,8 @@ int launch_shrink(const ShrinkArgs& args, int64_t groups, void* stream) {
   return launch(kernel, grid, kOwn * kThreads, kCluster, stream, kRing + 1024, args);
 }
 
-// One tile and one part a CTA while those of as many tiles as the rows need at least are resident at once: a
-// plan that could have more seldom does.
+// One tile and one part a CTA while the tiles that the rows fill are resident at once, as clusters that
+// launch() balances: a count that does not depend on the pool. Short segments have more of them, in waves.
 template <typename T, int kGroups>
 int launch_shrink(const ShrinkArgs& args, int64_t groups, void* stream) {
   const int64_t ctas = kParts * ceil_div(args.rows, kPrefillRows) * ceil_div(groups, kGroups);
