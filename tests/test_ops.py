@@ -369,6 +369,18 @@ def test_what_records_a_call_sees_the_sites_tensors():
     ]
 
 
+# On an H200 the clusters of the decode shrink have three and four of these 40 tiles each.
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [4104, 8200])
+def test_a_long_step_of_more_decode_tiles_than_clusters(width, device):
+    site = stacked_site(width, [8] * 8, 16, torch.bfloat16, device, slots=11)
+    slots = [0, *[1 + i % 10 for i in range(320)], *[11] * 200]
+    x, y = operands(len(slots), width, site, torch.bfloat16, device)
+    plan = StepPlan.for_rows(slots, site.num_slots, device)
+    assert sum(len(tile.rows) <= 8 for tile in plan.tiles()) >= 40
+    assert_accurate(lora_apply_(y.clone(), x, site, plan), y, x, site, slots)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_calls_run_where_their_tensors_are():
