@@ -128,9 +128,13 @@ struct Matrix {
   int64_t stride;  // elements between rows
 };
 
+inline void check_dimensions(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.dim() == 2, name, " has ", t.dim(), " dimensions; want [rows, columns]");
+}
+
 // x [rows, columns] or y [rows, sum of widths]: a row stride is welcome, a column stride is not.
 inline Matrix check_matrix(const Tensor& t, const char* name, const Site& site) {
-  STD_TORCH_CHECK(t.dim() == 2, name, " has ", t.dim(), " dimensions; want [rows, columns]");
+  check_dimensions(t, name);
   STD_TORCH_CHECK(dtype_of(t, name) == site.dtype, name, " has another dtype than the weights");
   const int64_t rows = t.size(0), columns = t.size(1);
   STD_TORCH_CHECK(columns <= 1 || t.stride(1) == 1, name, " must have unit column stride, has ", t.stride(1));
@@ -213,7 +217,7 @@ inline ShrinkArgs check_input(const Tensor& scratch, const Tensor& x, const std:
                               const Tensor& table, const Tensor& plan, int64_t entry,
                               const std::vector<int64_t>& widths, int64_t max_rank,
                               const TensorDevice& device) {
-  STD_TORCH_CHECK(x.dim() == 2, "x has ", x.dim(), " dimensions; want [rows, columns]");
+  check_dimensions(x, "x");
   const Site site = site_of(weights, table, entry, widths, x.size(1), max_rank, device);
   return check_input(site, scratch, x, plan, device);
 }
